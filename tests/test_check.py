@@ -176,6 +176,14 @@ def rounds_s(gradient: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+def hides_with(low: float) -> Callable[..., Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        return (q.float() @ k.float().mT * scale).masked_fill(~visible, low).softmax(-1).to(v.dtype) @ v
+
+    return call
+
+
 class _Spoiled(torch.autograd.Function):
     """Plain attention; ``spoil`` makes others of ctx, dO and its gradients."""
 
@@ -232,6 +240,9 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("dK of the next group"), "grouped", "wrong", "dk"),
     (in_threes_by_turns, "grouped", "wrong", ""),
     (spoiled(lambda _, __, dq, dk, dv: (dq, dk.index_fill(2, LAST_ROW, 0), dv)), "odd_length", "wrong", "a row of dk"),
+    (hides_with(-1e4), "low", "wrong", "mask: "),
+    (hides_with(-3e4), "low", "wrong", "mask: "),
+    (hides_with(-1e9), "low", "safe", ""),
     (tiled("exponent rounded"), "one_hot", "at risk", ""),
     (tiled("P rounded down"), "common_part", "at risk", "rounded to one side"),
     (tiled("lse in BF16"), "peaked_100", "wrong", ""),
@@ -254,6 +265,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("dO overwritten"), "gaussian", "wrong", "it overwrites dO"),
     (lambda q, *rest: (plain(q, *rest), q.data.zero_())[0], "not_a_number", "wrong", "it overwrites q"),
     ("standard", "peaked_1000", "at risk", "scores: "),
+    (lambda *call: plain(*call) * math.nan, "low", "wrong", "not finite: o"),
     (rounds_s(lambda g: g), "peaked_1000", "at risk", "scores: "),
     (rounds_s(lambda g: -g), "peaked_1000", "wrong", "dk"),
     (lambda *call: plain(*call) * (1 - 2.0**-6), "peaked_1000", "at risk", "errors: o has "),
@@ -571,7 +583,7 @@ def test_quick_is_safe_for_a_kernel_without_masks(monkeypatch: pytest.MonkeyPatc
     module = ModuleType("maskless")
     module.kernel = tiled()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "maskless", module)
-    assert main(["maskless:kernel", "--device", "cpu", "--quick", "--T", "64"]) == 0
+    assert main(["maskless:kernel", "--device", "cpu", "--quick", "--T", "96", "--D", "32"]) == 0
 
 
 def rows_of(path: Path, *arguments: str) -> list[tuple[str, ...]]:

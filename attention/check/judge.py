@@ -56,6 +56,8 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
         if found["signed"] <= ROWS_AT_RISK:
             return SAFE, ""
         return AT_RISK, f"dS: sums with random signs are off by {found['signed']:.1e} of its rows"
+    if endless := [x for x in ("o", "dq", "dk", "dv") if math.isinf(found.get(f"error_{x}", 0))]:
+        return WRONG, f"not finite: {', '.join(endless)}"
     leaks = [text for what, text in _LEAKS.items() if found.get(what, 0) != 0]
     leaks += ["query 0 sees more than key 0"] * (not found.get("first_row", 0) < SIZE_WRONG)
     if leaks:
@@ -77,9 +79,6 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
 
 
 def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
-    endless = [x for x in ("o", "dq", "dk", "dv") if math.isinf(found[f"error_{x}"])]
-    if endless:
-        return WRONG, f"not finite: {', '.join(endless)}"
     # An O that is nearer to one of a rounded S than the exact O is: its gradients may be off as that rounding puts them off.
     scores = found["ratio_o"] > RATIO_AT_RISK and found["from_eager_o"] < found["eager_o"]
     own = [

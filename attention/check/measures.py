@@ -159,7 +159,7 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
     for x, y, e in zip(NAMES, eager, expected, strict=True):
         measures[f"eager_{x}"] = ((y.double() - e).norm() / e.norm()).item()
     # Here and not in mask_edges, as --quick would have to compile this length's backward pass.
-    if p.mask is not None or name == "odd_length":
+    if p.mask is not None or name in ("odd_length", "low"):
         measures |= leaks(call, p)
     measures |= row_sums(call, p, found[1], row_size)
     error = found[1].double() - expected[1]
