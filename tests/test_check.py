@@ -638,6 +638,7 @@ def test_a_function_of_a_script_keeps_its_module_and_no_command_is_told_that_wou
 def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
     report = check_attention("torch:math", device="cpu", dtype="fp16", shape=SMALL)
     assert (report.verdict, [*report.not_tried]) == ("safe", ["tiny", "huge", *PACKAGED])
+    assert check_attention("torch:math", device="cpu", dtype="fp16", classes="captured_late").verdict == "unverified"
     case = Case("huge", SMALL, "wrong", "", {"error_dq": math.inf})
     assert "Infinity" not in replace(report, cases=(case,)).json()
 
