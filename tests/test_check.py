@@ -303,6 +303,24 @@ def test_a_kernel_that_gives_no_gradient_is_wrong(kernel: Any, of: str) -> None:
     assert f"no gradient for {of}" in report.text()
 
 
+def test_causal_and_scale_are_given_where_the_kernel_takes_them() -> None:
+    def named(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> Tensor:
+        return plain(q, k, v, causal, softmax_scale)
+
+    def mixed(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, scale: float) -> Tensor:
+        return plain(q, k, v, causal, scale)
+
+    def flash_attentions(q: Tensor, k: Tensor, v: Tensor, dropout_p: Any = 0, softmax_scale: Any = 0, causal: Any = 0):
+        return plain(q, k, v, causal, softmax_scale)
+
+    for kernel in (named, mixed):
+        assert_safe(kernel, device="cpu", shape=SMALL, classes=("gaussian", "scale"))
+    with pytest.raises(
+        UserError, match=r"parameters = 'q, k, v, dropout_p, softmax_scale, causal': expected \(q, k, v, ca"
+    ):
+        check_attention(flash_attentions, device="cpu", shape=SMALL)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", torch.bfloat16)])
 def test_the_mode_that_the_caller_is_in_is_no_fault_of_the_kernel(mode: Any) -> None:
     with mode():

@@ -54,8 +54,8 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
 
     A name is one of ``KNOWN``, a preset of this package, or ``module:function``, imported from the current folder, too. A function
     with a parameter ``is_causal``, or an ``nn.Module`` whose ``forward`` has it, is called as torch's ``scaled_dot_product_attention``,
-    any other as ``(q, k, v, causal, scale)``. It gives o, or a tuple that begins with o. Raises ``UserError`` for what is none of
-    these.
+    any other as ``(q, k, v, causal, scale)``, by name what it takes by name only. It gives o, or a tuple that begins with o. Raises
+    ``UserError`` for what is none of these, or has ``causal`` or a scale at another place.
     """
     if callable(kernel):
         name = getattr(kernel, "__qualname__", " ".join(repr(kernel).split()))
@@ -123,17 +123,30 @@ def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
 def _users(name: str, function: Callable[..., Any]) -> Kernel:
     try:
         forward = function.forward if isinstance(function, torch.nn.Module) else function
-        names = set(inspect.signature(forward).parameters)
+        parameters = dict(inspect.signature(forward).parameters)
+        names = set(parameters)
     except (TypeError, ValueError):  # a builtin
-        names = {"is_causal", "enable_gqa", "attn_mask"}
+        parameters, names = {}, {"is_causal", "enable_gqa", "attn_mask"}
+    own, by_name = "is_causal" not in names, {}
+    for what, place in (("causal", 3), ("scale", 4)) if own else ():
+        alike = [x for x in parameters.values() if x.name.endswith(what)]
+        by_place = [x for x in alike if x.kind is not x.KEYWORD_ONLY]
+        if by_place and list(parameters.values()).index(by_place[0]) != place:
+            expected = "(q, k, v, causal, scale) on [batch, heads, length, head dim], or torch's is_causal and scale"
+            raise invalid(f"kernel {name}: parameters", ", ".join(parameters), expected)
+        if alike and not by_place:
+            by_name[what] = alike[0].name
 
     masks, as_torchs = {"attn_mask", "is_causal"} <= names, _as_torchs(function, names)
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
         if mask is not None and not masks:
             raise NotImplementedError("it has no argument attn_mask")
-        own = "is_causal" not in names
-        return _first(function(q, k, v, causal, scale)) if own else as_torchs(q, k, v, causal, scale, mask)
+        if not own:
+            return as_torchs(q, k, v, causal, scale, mask)
+        given = {"causal": causal, "scale": scale}
+        named = {parameter: given.pop(what) for what, parameter in by_name.items()}
+        return _first(function(q, k, v, *given.values(), **named))
 
     return Kernel(name, call, masks=masks)
 
