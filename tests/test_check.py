@@ -316,7 +316,7 @@ def test_causal_and_scale_are_given_where_the_kernel_takes_them() -> None:
     for kernel in (named, mixed):
         assert_safe(kernel, device="cpu", shape=SMALL, classes=("gaussian", "scale"))
     with pytest.raises(
-        UserError, match=r"parameters = 'q, k, v, dropout_p, softmax_scale, causal': expected \(q, k, v, ca"
+        UserError, match=r"parameters are q, k, v, dropout_p, softmax_scale, causal: expected \(q, k, v, ca"
     ):
         check_attention(flash_attentions, device="cpu", shape=SMALL)
 
@@ -397,6 +397,18 @@ def test_layers_of_a_run_that_explodes_are_packaged_and_tell(kernel: str, verdic
     }
     assert {captured_class(name).about["config"]["attention"]["default"]["preset"] for name in PACKAGED} == {"flash"}
     assert check_attention(kernel, device="cpu", shape=SMALL, classes=PACKAGED).verdict == "unverified"
+
+
+@pytest.mark.parametrize(
+    ("H", "G", "used"), [(4, 4, (9, 3)), (8, 4, (6, 3)), (2, 2, (9, 3)), (4, 1, (4, 1)), (1, 1, (3, 1))]
+)
+def test_groups_are_those_that_are_asked_for(H: int, G: int, used: tuple[int, int]) -> None:
+    shape = CLASSES["grouped"].shape(replace(SMALL, H=H, G=G))
+    assert used == (shape.H, shape.G)
+
+
+def test_one_key_head_can_be_asked_for() -> None:
+    assert check_attention("torch:math", device="cpu", shape=replace(SMALL, B=1, G=1)).verdict == "safe"
 
 
 @pytest.mark.parametrize("length", [63, 100, 256, 1024])

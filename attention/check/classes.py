@@ -35,8 +35,8 @@ class Shape:
 
 def require_shape(shape: object) -> None:
     """Raises ``UserError`` for what is no ``Shape``, or one in which a class of inputs cannot be made."""
-    if not isinstance(shape, Shape) or shape.B < 1 or shape.G < 2 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
-        sizes = "B 1 or more, G 2 or more, H a multiple of G, D 8 or more, T 32 or more"
+    if not isinstance(shape, Shape) or shape.B < 1 or shape.G < 1 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
+        sizes = "B 1 or more, G 1 or more, H a multiple of G, D 8 or more, T 32 or more"
         raise invalid("shape", shape, f"a Shape of {sizes}")
 
 
@@ -60,6 +60,12 @@ ODD = 13
 
 def _odd(s: Shape) -> Shape:
     return replace(s, T=s.T + ODD)
+
+
+def _grouped(s: Shape) -> Shape:
+    """Three key heads, or one for a kernel that is asked for one."""
+    G, n = 3 if s.G > 1 else 1, s.H // s.G
+    return replace(s, H=G * (n if n > 1 else 3), G=G)
 
 
 def even(name: str, shape: Shape) -> Shape:
@@ -173,8 +179,8 @@ CLASSES: dict[str, InputClass] = {
     "huge": InputClass("values and dO of 1e3: FP16 may overflow", lambda x, _: [x[0], x[1], x[2] * 1e3, x[3] * 1e3]),
     "odd_length": InputClass("a length that no tile divides: its last tile is partly empty, and nothing passes the mask there", shape=_odd),
     "grouped": InputClass(
-        "grouped queries: three query heads to each of three key heads, whose dK and dV add up (arXiv 2305.13245)",
-        shape=lambda s: replace(s, H=9, G=3),
+        "grouped queries: three, or as many as are asked for, to each of three key heads, whose dK and dV add up (arXiv 2305.13245)",
+        shape=_grouped,
     ),
     "full": InputClass("no causal mask, which would hide what the last tile of that length lacks", _apart, _odd, causal=False),
     "padding": InputClass(

@@ -133,7 +133,7 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
         by_place = [x for x in alike if x.kind is not x.KEYWORD_ONLY]
         if by_place and list(parameters.values()).index(by_place[0]) != place:
             expected = "(q, k, v, causal, scale) on [batch, heads, length, head dim], or torch's is_causal and scale"
-            raise invalid(f"kernel {name}: parameters", ", ".join(parameters), expected)
+            raise UserError(f"kernel = {name!r}: its parameters are {', '.join(parameters)}: expected {expected}")
         if alike and not by_place:
             by_name[what] = alike[0].name
 
