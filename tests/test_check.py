@@ -184,6 +184,18 @@ def hides_with(low: float) -> Callable[..., Tensor]:
     return call
 
 
+def no_keys(o: float, factor: float) -> Callable[..., Tensor]:
+    """``o`` in rows without keys; dK is multiplied by ``factor``."""
+
+    def call(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
+        dead = ~attn_mask.any(-1, keepdim=True)
+        if factor != 1:
+            key.register_hook(lambda dk: dk * factor)
+        return torchs(query, key, value, attn_mask | dead, scale=scale).masked_fill(dead, o)
+
+    return call
+
+
 class _Spoiled(torch.autograd.Function):
     """Plain attention; ``spoil`` makes others of ctx, dO and its gradients."""
 
@@ -235,6 +247,10 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (with_keys_of_zeros, "full", "wrong", ""),
     (blind_tail, "padding", "wrong", "mask: "),
     (blind_tail, "window", "wrong", "mask: "),
+    (no_keys(math.nan, 1), "no_keys", "at risk", "NaN in rows without keys: in O"),
+    (no_keys(math.nan, math.nan), "no_keys", "at risk", "NaN in rows without keys: in O and, "),
+    (no_keys(0, math.nan), "no_keys", "wrong", "rows without keys: "),
+    (no_keys(0, 1), "no_keys", "safe", ""),
     (tiled("dK of the last tile is 0"), "full", "wrong", ""),
     (tiled("dK without scale"), "common_part", "wrong", "dk"),
     (tiled("dK of the next group"), "grouped", "wrong", "dk"),
@@ -335,7 +351,7 @@ def test_a_kernel_that_takes_its_row_sums_out_of_dq_cannot_hide_its_delta() -> N
 
 def test_a_kernel_without_an_argument_for_masks_is_told_so_and_can_be_safe() -> None:
     report = check_attention(tiled(), device="cpu", shape=SMALL)
-    assert (report.verdict, [*report.not_tried]) == ("safe", ["padding", "window", *PACKAGED])
+    assert (report.verdict, [*report.not_tried]) == ("safe", ["padding", "window", *PACKAGED, "no_keys"])
     assert check_attention(tiled(), device="cpu", shape=SMALL, classes="window").verdict == "unverified"
 
 

@@ -13,7 +13,7 @@ from ..user_error import OneLineParser, UserError, command_line
 from . import judge
 from .classes import Shape, require_shape
 from .kernels import KNOWN, find
-from .report import DTYPES, LENGTHS, Report, check_attention, csv_of, device_of, reasons, side_by_side, table
+from .report import DTYPES, LENGTHS, MASKED, Report, check_attention, csv_of, device_of, reasons, side_by_side, table
 
 EXIT_CODES = {judge.SAFE: 0, judge.AT_RISK: 1, judge.WRONG: 1, judge.UNVERIFIED: 3}
 
@@ -105,10 +105,9 @@ def _written(reports: list[Report], options: argparse.Namespace) -> str:
 
 
 _SIZES = {"B": "batch", "H": "query heads", "G": "key heads", "T": "length", "D": "head dim"}
-MASKED = ("padding", "window")
 QUICK = (
-    "gaussian", "common_part", "shared_direction", "peaked_1000", "grouped", *MASKED, "scale", "captured_growing", "one_hot", "mask_edges",
-    "last_key", "repeatability",
+    "gaussian", "common_part", "shared_direction", "peaked_1000", "grouped", "padding", "window", "scale",
+    "captured_growing", "one_hot", "mask_edges", "last_key", "repeatability",
 )  # fmt: skip
 
 

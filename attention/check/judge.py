@@ -66,6 +66,16 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
         return SAFE, ""
     if name == "last_key":
         return (WRONG, "last key: it is lost in an odd length") if not found["missed"] < SIZE_WRONG else (SAFE, "")
+    if name == "no_keys":
+        spread = found["dead"] and math.isinf(found["gradients_off"])  # as eager attention's, which a run shows at once
+        if not found["o_off"] < SIZE_WRONG or not (spread or found["gradients_off"] < SIZE_WRONG):
+            return (
+                WRONG,
+                f"rows without keys: O of others is off by {found['o_off']:.1e}, gradients by {found['gradients_off']:.1e}",
+            )
+        if not found["dead"]:
+            return SAFE, ""
+        return AT_RISK, "NaN in rows without keys: in O" + " and, though nothing reads it, in gradients" * bool(spread)
     if name == "not_a_number":
         if not found["spread"]:
             return SAFE, ""

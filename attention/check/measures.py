@@ -300,6 +300,27 @@ def last_key(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device)
     return {"missed": ((o - e).norm() / e.norm()).item()}
 
 
+def no_keys(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Every second sequence is padded on the left: its first rows see no key, and nobody reads them, as their dO is 0.
+
+    ``dead``: 1 where their O is not finite, or 0; ``o_off``, ``gradients_off``: largest relative error of O elsewhere, and of dQ, dK, dV.
+    """
+    p = make("odd_length", shape, dtype, device)
+    T = p.q.shape[2]
+    starts = torch.tensor([T // 3 + 1, 0] * shape.B, device=device)[: shape.B, None, None, None]
+    visible = p.visible() & (torch.arange(T, device=device) >= starts)
+    dead = ~visible.any(-1, keepdim=True)
+    p = replace(p, do=p.do.masked_fill(dead, 0), causal=False, mask=Mask(visible))
+    o, *gradients = run(call, p)
+    o_expected, *expected = exact(replace(p, mask=Mask(visible | dead)))[0]
+    o_dead, o_seen, o_expected = o.masked_fill(~dead, 0), o.masked_fill(dead, 0), o_expected.masked_fill(dead, 0)
+    return {
+        "dead": float(not o_dead.isfinite().all()),
+        "o_off": off((o_expected,), (o_seen,)),
+        "gradients_off": off(expected, gradients),
+    }
+
+
 def not_a_number(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """``spread``: numbers that are not finite where they must be, when in the first sequence a query of head 0 is NaN and one of the last
     head infinite.
@@ -400,6 +421,10 @@ OWN: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
     ),
     "mask_edges": ("nothing passes the causal mask, forward or backward", mask_edges),
     "last_key": ("the last key of a length that no tile divides counts", last_key),
+    "no_keys": (
+        "padding on the left: its rows see no key, which must not reach the other rows, nor any gradient",
+        no_keys,
+    ),
     "not_a_number": (
         "a NaN or an infinite query stays in its own row, head and sequence (cuDNN once made NaNs in dQ: pytorch 196678)",
         not_a_number,

@@ -29,6 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTHS = {"cuda": 1024, "cpu": 256}
 """What T is unless it is given."""
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
+MASKED = (*(name for name, chosen in CLASSES.items() if chosen.mask), "no_keys")
 LEGEND = (
     f"  rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
     "which is eager attention in this dtype with a softmax in FP32"
@@ -262,7 +263,7 @@ def check_attention(
     with torch.inference_mode(False), torch.autocast(there.type, enabled=False), threads:
         for name in classes or KNOWN_CLASSES:
             progress(name)
-            if not classes and name in CLASSES and CLASSES[name].mask and not found.masks:
+            if not classes and name in MASKED and not found.masks:
                 not_tried[name] = "it has no argument attn_mask"
                 continue
             if name in CLASSES and CLASSES[name].packaged and dtype != "bf16":
