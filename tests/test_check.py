@@ -278,6 +278,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (lambda *call: plain(*call) * (1 + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda *call: _KeepsItsO.apply(plain(*call) + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
     (lambda q, *rest: plain(q, *rest) + 0 * q.sum(), "not_a_number", "at risk", ""),
+    (spoiled(lambda _, __, *g: [x.nan_to_num(0, 0, 0) for x in g]), "not_a_number", "at risk", "NaN: that of a query"),
     (tiled("dO overwritten"), "gaussian", "wrong", "it overwrites dO"),
     (lambda q, *rest: (plain(q, *rest), q.data.zero_())[0], "not_a_number", "wrong", "it overwrites q"),
     ("standard", "peaked_1000", "at risk", "scores: "),

@@ -77,9 +77,11 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
             return SAFE, ""
         return AT_RISK, "NaN in rows without keys: in O" + " and, though nothing reads it, in gradients" * bool(spread)
     if name == "not_a_number":
-        if not found["spread"]:
-            return SAFE, ""
-        return AT_RISK, f"NaN: {found['spread']:.0f} numbers are not finite where none depends on it"
+        if found["spread"]:
+            return AT_RISK, f"NaN: {found['spread']:.0f} numbers are not finite where none depends on it"
+        return (
+            (SAFE, "") if found["arrives"] else (AT_RISK, "NaN: that of a query does not show in O, or in no gradient")
+        )
     if name == "repeatability":
         for what, where in _REPEATED.items():
             if not found[f"{what}_off"] < SIZE_WRONG:

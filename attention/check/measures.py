@@ -323,20 +323,22 @@ def no_keys(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) 
 
 def not_a_number(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """``spread``: numbers that are not finite where they must be, when in the first sequence a query of head 0 is NaN and one of the last
-    head infinite.
+    head infinite. ``arrives``: 1 where the NaN shows in O and in a gradient, by which a loss scaler finds it, or 0.
 
     They may reach O and dQ of their own rows, and dK and dV of their own heads.
     """
     p = make("gaussian", shape, dtype, device)
     q, t = p.q.clone(), shape.T // 3
-    q[0, 0, t, 0], q[0, -1, t, 0] = math.nan, math.inf
+    q[0, -1, t, 0] = math.inf
+    q[0, 0, t, 0] = math.nan
     o, dq, dk, dv = run(call, replace(p, q=q))
     free = torch.ones(shape.B, shape.H, shape.T, dtype=torch.bool, device=device)
     free[0, 0, t] = free[0, -1, t] = False
     heads = torch.ones(shape.B, shape.G, dtype=torch.bool, device=device)
     heads[0, 0] = heads[0, -1] = False
     elsewhere = (o[free], dq[free], dk[heads], dv[heads])
-    return {"spread": float(sum(int((~x.isfinite()).sum()) for x in elsewhere))}
+    arrives = bool(o[0, 0, t].isnan().any()) and any(bool(x[0, 0].isnan().any()) for x in (dq, dk, dv))
+    return {"spread": float(sum(int((~x.isfinite()).sum()) for x in elsewhere)), "arrives": float(arrives)}
 
 
 def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
@@ -426,7 +428,7 @@ OWN: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
         no_keys,
     ),
     "not_a_number": (
-        "a NaN or an infinite query stays in its own row, head and sequence (cuDNN once made NaNs in dQ: pytorch 196678)",
+        "a NaN or an infinite query stays in its own row, head and sequence, and shows (cuDNN once made NaNs in dQ: pytorch 196678)",
         not_a_number,
     ),
     "repeatability": (
