@@ -479,6 +479,8 @@ def test_what_is_missing_or_raises_is_unverified_and_never_safe(monkeypatch: pyt
     def leaves(*call: Any) -> Tensor:
         sys.exit("\x1b[31mred\0")
 
+    def nothing(*call: Any) -> None: ...
+
     class UnreadableError(Exception):
         def __str__(self) -> str:
             raise ValueError
@@ -491,10 +493,11 @@ def test_what_is_missing_or_raises_is_unverified_and_never_safe(monkeypatch: pyt
         "NotImplementedError: no such shape",
         "SystemExit: ?[31mred?",
         "raises ValueError",
+        "it gives a NoneType: expected O",
         "te",
         "has no attribute",
     )
-    for kernel, reason in zip((broken, leaves, unreadable, "te", "fa2"), reasons, strict=True):
+    for kernel, reason in zip((broken, leaves, unreadable, nothing, "te", "fa2"), reasons, strict=True):
         (case,) = check_attention(kernel, device="cpu", shape=SMALL, classes="gaussian").cases
         assert (case.verdict, reason in case.reason) == ("unverified", True), case
     with pytest.raises(AssertionError, match="no such shape"):
@@ -623,7 +626,11 @@ def test_a_kernel_without_grouped_heads_can_exit_with_0(
     told = capsys.readouterr().out
     assert f"(1 of {len(reasons())} classes tried)" in told
     assert ("not judged: grouped (NotImplementedError)\n" in told) == ("--without grouped\n" in told) == (code == 3)
-    assert ("not tried   it is not for this: NotImplementedError: no grouped heads" in told) == (code == 0)
+    reason = "NotImplementedError: no grouped heads (k and v have 3 heads, q 9)"
+    assert (f"not tried   it is not for this: {reason}" in told) == (code == 0)
+    classes = classes[2:]
+    main(["alike:heads_alike", "--device", "cpu", "--T", "64", *classes, *options])
+    assert reason not in capsys.readouterr().out
 
 
 def test_quick_is_safe_for_a_kernel_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:

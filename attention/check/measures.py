@@ -35,7 +35,12 @@ def _attend(call: Call, p: Inputs, wanted: str = "qkv") -> Results:
     q, k, v = (
         x.detach().clone().requires_grad_(name in wanted) for name, x in zip("qkv", (p.q, p.k, p.v), strict=True)
     )
-    return call(q, k, v, p.causal, p.scale, **({} if p.mask is None else {"mask": p.mask})), q, k, v
+    o = call(q, k, v, p.causal, p.scale, **({} if p.mask is None else {"mask": p.mask}))
+    if not isinstance(o, Tensor):
+        raise TypeError(f"it gives a {type(o).__name__}: expected O, or a tuple that begins with O")
+    if list(o.shape) != (expected := [*p.q.shape[:-1], p.v.shape[-1]]):
+        raise RuntimeError(f"it gives O of shape {list(o.shape)}: expected {expected}")
+    return o, q, k, v
 
 
 def forward(call: Call, p: Inputs) -> Tensor:
@@ -58,8 +63,6 @@ def _run(
 ) -> tuple[Results, Results]:
     """O, gradients of those ``wanted``; and the q, k, v that the kernel got. ``between``: of a forward pass before its backward pass."""
     o, *operands = _attend(call, p, wanted)
-    if list(o.shape) != (expected := [*p.q.shape[:-1], p.v.shape[-1]]):
-        raise RuntimeError(f"it gives O of shape {list(o.shape)}: expected {expected}")
     if not o.requires_grad:
         raise WrongError(f"no gradient for {', '.join(wanted)}")
     if between is not None:

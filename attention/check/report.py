@@ -11,7 +11,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -257,7 +257,8 @@ def check_attention(
             pool.submit(measures.exact, p)
             for call in first_calls(kernel, p):
                 pool.submit(call)
-    cases, not_tried = [], {}
+    cases: list[Case] = []
+    not_tried: dict[str, str] = {}
     # The mode that the caller is in, as around an evaluation, is no fault of the kernel: leaving inference mode turns gradients on.
     threads = one_thread() if there.type == "cpu" else contextlib.nullcontext()
     with torch.inference_mode(False), torch.autocast(there.type, enabled=False), threads:
@@ -279,6 +280,9 @@ def check_attention(
             except measures.OutOfRangeError as error:
                 not_tried[name] = str(error)
                 continue
+            if asked.G == asked.H and case.shape.G < case.shape.H and any(c.verdict != judge.UNVERIFIED for c in cases):
+                more = f" (k and v have {case.shape.G} heads, q {case.shape.H})" * (case.verdict == judge.UNVERIFIED)
+                case = replace(case, reason=case.reason + more)
             if name in without and case.verdict == judge.UNVERIFIED:
                 not_tried[name] = f"it is not for this: {case.reason}"
             else:
@@ -319,8 +323,7 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
     except measures.WrongError as error:
         return Case(name, used, judge.WRONG, str(error), {})
     except (Exception, SystemExit) as error:  # whatever a foreign kernel raises: it could not be looked at
-        fewer = f" (k and v have {used.G} heads, q {used.H})" if used.G != used.H else ""
-        return Case(name, used, judge.UNVERIFIED, told(error) + fewer, {})
+        return Case(name, used, judge.UNVERIFIED, told(error), {})
     return Case(name, used, *judge.judge(name, found), found)
 
 
