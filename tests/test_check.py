@@ -459,6 +459,11 @@ def test_the_column_of_ones_measures_row_sums_of_ds() -> None:
     assert torch.allclose(column.double(), expected, rtol=1e-3, atol=1e-6)
 
 
+def test_an_error_over_what_is_about_0_is_left_out() -> None:
+    measures = check_attention("torch:math", device="cpu", shape=SMALL, classes="equal_keys").cases[0].measures
+    assert ("error_dq" in measures, "error_dk" in measures) == (False, True)
+
+
 def test_sizes_of_a_negative_scale_are_those_of_a_positive_one_with_q_negated() -> None:
     p = make("gaussian", SMALL, torch.float64, CPU)
     (_, sizes, rows), (_, expected, expected_rows) = exact(replace(p, scale=-p.scale)), exact(replace(p, q=-p.q))

@@ -94,7 +94,9 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
     # An O that is nearer to one of a rounded S than the exact O is: its gradients may be off as that rounding puts them off.
     scores = found["ratio_o"] > RATIO_AT_RISK and found["from_eager_o"] < found["eager_o"]
     own = [
-        x for x in ("o", "dq", "dk", "dv") if not (scores and found[f"error_{x}"] < RATIO_AT_RISK * found[f"eager_{x}"])
+        x
+        for x in ("o", "dq", "dk", "dv")
+        if not (scores and found.get(f"error_{x}", 0) < RATIO_AT_RISK * found.get(f"eager_{x}", math.inf))
     ]
     beyond = [x for x in own if max(found[f"size_{x}"], found[f"worst_{x}"]) > SIZE_WRONG]
     if beyond:
@@ -102,7 +104,9 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
     far = [x for x in own if found[f"ratio_{x}"] > largest]
     if far:
         return WRONG, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.0f} x plain's" for x in far)
-    lost = [x for x in own if x != "dq" and found[f"error_{x}"] > LOST and found[f"ratio_{x}"] > WELL_CONDITIONED]
+    lost = [
+        x for x in own if x != "dq" and found.get(f"error_{x}", 0) > LOST and found[f"ratio_{x}"] > WELL_CONDITIONED
+    ]
     if lost:
         return WRONG, "errors: " + ", ".join(_off(x, found) for x in lost)
     if scores:
@@ -121,7 +125,7 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
 
 def _off(x: str, found: dict[str, float]) -> str:
     """The error of a tensor over its size, or, where it should be about 0, over the size of what cancels; or that of its worst row."""
-    error, size, worst = (found[f"{what}_{x}"] for what in ("error", "size", "worst"))
+    error, size, worst = (found.get(f"{what}_{x}", math.inf) for what in ("error", "size", "worst"))
     if size <= SIZE_WRONG < worst:
         return f"a row of {x} is off by {worst:.1e} of the size of what cancels"
     return f"{x} is off by " + (
