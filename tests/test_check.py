@@ -184,6 +184,10 @@ def hides_with(low: float) -> Callable[..., Tensor]:
     return call
 
 
+def in_flash_attentions_layout(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    return plain(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale).transpose(1, 2)
+
+
 def no_keys(o: float, factor: float) -> Callable[..., Tensor]:
     """``o`` in rows without keys; dK is multiplied by ``factor``."""
 
@@ -238,6 +242,7 @@ R = ("repeatability", "wrong")
 LAST_ROW = torch.tensor([SMALL.T + 12])
 # A kernel, the class that finds it, its verdict, and a word of the reason.
 SABOTAGED: list[tuple[Any, str, str, str]] = [
+    (in_flash_attentions_layout, "gaussian", "wrong", "layout: O is right where"),
     (tiled("delta of the next row"), "gaussian", "wrong", ""),
     (tiled("dQ added in BF16"), "cancelling_tiles", "at risk", ""),
     (tiled("last tile dropped"), "last_key", "wrong", ""),

@@ -91,6 +91,11 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
 
 
 def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
+    if found.get("layout_off", math.inf) < SIZE_WRONG:
+        return (
+            WRONG,
+            "layout: O is right where all tensors are [batch, length, heads, head dim]: expected heads before length",
+        )
     # An O that is nearer to one of a rounded S than the exact O is: its gradients may be off as that rounding puts them off.
     scores = found["ratio_o"] > RATIO_AT_RISK and found["from_eager_o"] < found["eager_o"]
     own = [

@@ -1,5 +1,6 @@
 """What is measured of a kernel from outside. Legend: B batch, H query heads, T length, D head dim."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .captured import Inputs, Mask
 from .classes import Shape, make, one_hot, shape_of
-from .judge import SIZE_WRONG
+from .judge import LOST, SIZE_WRONG
 from .kernels import Call, told
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -127,6 +128,7 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
 
     - ``error_X``: ||X - exact|| / ||exact||, unless the latter is 0 but for FP64's rounding; ``ratio_X``: that over the baseline's, see
       ``plain``; ``size_X``: over X's norm without cancellation; ``worst_X``: that of the worst row
+    - ``layout_off``: where O has nothing to do with the right one, its error if all tensors are [B, T, H, D]
     - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, whichever has its O nearer;
       ``from_eager_o``: how far O is from that O, over ||exact||
     - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out;
@@ -156,6 +158,10 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
         measures[f"ratio_{x}"] = error / max(own, 2.0**-24 * size.norm().item())
         measures[f"size_{x}"] = error / size.norm().item()
         measures[f"worst_{x}"] = _worst_row(a, e, size)
+    if measures.get("error_o", 0) > LOST and p.mask is None:
+        q, k, v = (x.transpose(1, 2) for x in (p.q, p.k, p.v))
+        with contextlib.suppress(Exception):  # a foreign kernel's
+            measures["layout_off"] = off(expected[:1], [forward(call, replace(p, q=q, k=k, v=v)).transpose(1, 2)])
     eagers = [run(functools.partial(plain, rounds_s=where), p) for where in ("after", "before")]
     distances = [((found[0].double() - eager[0].double()).norm() / expected[0].norm()).item() for eager in eagers]
     eager = eagers[distances[1] < distances[0]]
