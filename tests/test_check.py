@@ -229,7 +229,7 @@ R = ("repeatability", "wrong")
 LAST_ROW = torch.tensor([SMALL.T + 12])
 # A kernel, the class that finds it, its verdict, and a word of the reason.
 SABOTAGED: list[tuple[Any, str, str, str]] = [
-    (in_flash_attentions_layout, "gaussian", "wrong", "layout: O is right where"),
+    (in_flash_attentions_layout, "gaussian", "wrong", "layout: O is right for"),
     (tiled("delta of the next row"), "gaussian", "wrong", ""),
     (tiled("dQ added in BF16"), "cancelling_tiles", "at risk", ""),
     (tiled("last tile dropped"), "last_key", "wrong", ""),

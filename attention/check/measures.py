@@ -443,7 +443,7 @@ OWN: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
         not_a_number,
     ),
     "repeatability": (
-        "five calls, two key heads alone, other strides: the same bits? (FlashAttention adds dQ by atomics)",
+        "five calls, two key heads alone, other strides, fewer gradients: the same bits? (FlashAttention adds dQ by atomics)",
         repeatability,
     ),
 }

@@ -232,7 +232,7 @@ def check_attention(
         shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
         progress: told the name of each class before it runs.
 
-    Raises ``UserError`` for names that do not exist and for shapes that are too small. What a kernel raises makes a case unverified.
+    Raises ``UserError`` for unknown names, small shapes and what ``kernels.find`` refuses. What a kernel raises makes a case unverified.
     """
     classes, without = ((x,) if isinstance(x, str) else tuple(x) for x in (classes, without))
     if dtype not in DTYPES:
@@ -280,9 +280,9 @@ def check_attention(
             except measures.OutOfRangeError as error:
                 not_tried[name] = str(error)
                 continue
-            if asked.G == asked.H and case.shape.G < case.shape.H and any(c.verdict != judge.UNVERIFIED for c in cases):
-                more = f" (k and v have {case.shape.G} heads, q {case.shape.H})" * (case.verdict == judge.UNVERIFIED)
-                case = replace(case, reason=case.reason + more)
+            runs = any(other.verdict != judge.UNVERIFIED for other in cases)
+            if case.verdict == judge.UNVERIFIED and runs and asked.G == asked.H and case.shape.G < case.shape.H:
+                case = replace(case, reason=f"{case.reason} (k and v have {case.shape.G} heads, q {case.shape.H})")
             if name in without and case.verdict == judge.UNVERIFIED:
                 not_tried[name] = f"it is not for this: {case.reason}"
             else:
