@@ -130,7 +130,7 @@ def _apart(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
 def _low(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     q, k, v, do = x
     D = q.shape[-1]
-    push = math.sqrt(5e4 * math.sqrt(D)) * torch.nn.functional.normalize(_normal(D, generator=generator), dim=0)
+    push = math.sqrt(2e4 * math.sqrt(D)) * torch.nn.functional.normalize(_normal(D, generator=generator), dim=0)
     return [0.01 * q + push, 0.01 * k - push, v, do]
 
 
@@ -194,7 +194,7 @@ CLASSES: dict[str, InputClass] = {
     "captured_growing": InputClass("the same layer at 3,700: its logits grow", packaged=True),
     "captured_late": InputClass("the same layer at 3,800: logits of 50,000, seven steps before the gradient norm jumps", packaged=True),
     "captured_healthy": InputClass("layer 6 of that run at 3,800: small logits", packaged=True),
-    "low": InputClass("all logits about -50,000, in that length: a mask that writes -10,000 would win", _low, _odd),
+    "low": InputClass("all logits about -20,000, in that length: a mask that writes -10,000 would win", _low, _odd),
 }  # fmt: skip
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
 

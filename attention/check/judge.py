@@ -2,8 +2,7 @@
 
 A kernel fails in training here when rows of its dS do not sum to zero because delta, made from an O in 16 bits, disagrees with P. Over 46
 kernels ``rows``, at its largest, is 9.7e-4 or less or 5.5e-3 or more on a CPU; of the former no run failed, of the latter about a third
-(docs/kernels.md has the error rates). The limit is 2^-9, half a unit in the last place of BF16. In the class ``low``, which is younger,
-rows are 1.3e-3 where the logarithm of the sum of exp(S) is in FP32.
+(docs/kernels.md has the error rates). The limit is 2^-9, half a unit in the last place of BF16.
 """
 
 import math
