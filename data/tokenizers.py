@@ -60,13 +60,7 @@ class GPT2Tokenizer:
             raise ValueError(
                 "a million white characters in a row, more than tiktoken takes; shorten them, or --vocabulary bytes"
             )
-        try:
-            encoded = self._encoding.encode_ordinary_batch(decoded, num_threads=thread_count())
-        except BaseException as error:
-            # Rust's panics are no Exception, and no module exports their class.
-            if type(error).__name__ != "PanicException":
-                raise
-            raise ValueError(f"tiktoken fails ({error}); --vocabulary bytes needs none") from None
+        encoded = self._encoding.encode_ordinary_batch(decoded, num_threads=thread_count())
         return [np.array(tokens, np.uint16) for tokens in encoded]
 
 

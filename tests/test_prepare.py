@@ -12,7 +12,6 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -306,15 +305,6 @@ def test_the_longest_white_space_that_tiktoken_takes_is_text():
     assert not data.tokenizers.TOO_LONG_WHITE.search(
         "a" + "\n" * 1_000_000
     )  # at the end of a text GPT-2's own pattern takes any
-
-
-def test_a_panic_of_tiktoken_names_the_document(tmp_path, monkeypatch):
-    panic = type("PanicException", (BaseException,), {})
-    encoding = Mock(encode_ordinary_batch=Mock(side_effect=panic("unwrap")))
-    monkeypatch.setattr(data.text, "make_tokenizer", lambda vocabulary: GPT2Tokenizer(encoding))
-    (tmp_path / "t.txt").write_text("a")
-    with pytest.raises(UserError, match=r"t\.txt: document 1: tiktoken fails \(unwrap\)"):
-        prepare_text(tmp_path / "t.txt", tmp_path / "out")
 
 
 def test_only_the_librarys_own_sources_belong_and_none_to_both_splits(tmp_path):
