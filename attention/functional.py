@@ -23,8 +23,7 @@ from .plan import AttentionConfig, AttentionSpec
 from .presets import PRESETS, RECOMMENDED, unaliased
 from .rounding import FORMAT_OF
 from .triton.block_sizes import head_dim_above
-from .user_error import invalid
-from .user_error import refuse as refuse
+from .user_error import invalid, refuse
 
 
 @wrap_torch_function(lambda query, key, value, *_, **__: (query, key, value))  # a mode sees it as it sees torch's

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from . import huggingface_models
-from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
+from .functional import scaled_dot_product_attention, spec_of, stochastic
 from .plan import AttentionSpec
 from .presets import RECOMMENDED
+from .user_error import refuse
 
 
 def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_precision_attention") -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .functional import refuse
+from .user_error import refuse
 
 _REGISTRY = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface", "get_interface"}
 _SOFTMAXES = {"softmax", "Softmax", "log_softmax", "logsumexp"}

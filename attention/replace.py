@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .functional import refuse, scaled_dot_product_attention, spec_of, stochastic
+from .functional import scaled_dot_product_attention, spec_of, stochastic
 from .operators import NAMESPACE, TORCHS
 from .plan import AttentionSpec
 from .presets import RECOMMENDED
+from .user_error import refuse
 
 
 def replace_sdpa(numerics: str | AttentionSpec | None = RECOMMENDED) -> AbstractContextManager[None]:

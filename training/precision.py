@@ -4,10 +4,9 @@ import hashlib
 import importlib.util
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
-from torch import nn
 
 from errors import invalid
 from model import Operators
@@ -57,10 +56,6 @@ def operators(config: SpeedConfig, device: torch.device) -> Operators:
     if importlib.util.find_spec("triton") is None:
         raise invalid("speed.reference", False, "True, as triton is not installed here")
     return "own"
-
-
-def compiled(model: nn.Module, precision: PrecisionConfig) -> nn.Module:
-    return cast(nn.Module, torch.compile(model)) if precision.compile else model
 
 
 def rounding_seed(run_seed: int, step: int, micro_batch: int) -> int:

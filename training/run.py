@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -286,7 +286,7 @@ def build_network(
     optimizer, scaler = build_optimizer(raw, config.optim, device), config.precision.scaler(device)
     if start is not None:
         restore(raw, optimizer, scaler, start, dist)
-    model = precision.compiled(raw, config.precision)
+    model = cast(nn.Module, torch.compile(raw)) if config.precision.compile else raw
     forget_logits(raw)
     micro_batches = config.data.global_batch // config.data.micro_batch
     fixed = config.precision.fixed_sum_order
