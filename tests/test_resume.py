@@ -227,6 +227,12 @@ def by_a_source_that_went_on(place: Place, run: Path, patch: Patch) -> None:
     place.train("short", {"run.steps": 12, "data.record": place.recording("short"), **RESUME})
 
 
+def by_a_later_session(place: Place, run: Path, patch: Patch) -> None:
+    fields = {**SWITCHED, **RESUME, "data.record": place.recording(run.name), "checkpoint.every": 1000}
+    place.train_until(15, run.name, fields)
+    shutil.rmtree(run / "checkpoints")
+
+
 def by_a_recording_of_another(place: Place, run: Path, patch: Patch) -> None:
     shutil.rmtree(place.recording(run.name))
     place.train_until(5, "owner", {"data.record": place.recording(run.name)})
@@ -277,6 +283,9 @@ REFUSED = {
     "checkpoints_gone": Refusal(
         r"they are gone, while .*metrics\.jsonl goes to step 13: choose another name, or remove",
         spoil=lambda place, run, patch: shutil.rmtree(run / "checkpoints"),
+    ),
+    "checkpoints_gone_and_rarer_since": Refusal(
+        r"they are gone, while .*metrics\.jsonl goes to step 14: choose another name, or remove", spoil=by_a_later_session
     ),
     "a_checkpoint_of_a_namesake": Refusal(
         r"step_00000010: its run_id is '[0-9a-f]{32}', that of .*config\.json is '[0-9a-f]{32}': not this run's checkpoint$",

@@ -145,7 +145,8 @@ def check_restart(
     metrics = folder / METRICS_FILE
     last = max((row["step"] for row in read_lines(metrics)), default=0) if metrics.exists() else 0
     otherwise = f"choose another name, or remove {folder} and start the run again"
-    if last >= due > first["from_step"]:  # a branch of no step has saved nothing
+    went_on = content["sessions"][-1]["from_step"] > first["from_step"]  # at one; every may have been another then
+    if went_on or last >= due > first["from_step"]:  # a branch of no step has saved nothing
         gone = f"a checkpoint in {checkpoints}; they are gone, while {metrics} goes to step {last}"
         raise invalid("run.resume", "yes", f"{gone}: {otherwise}")
     if began != {name: first[name] for name in ("from_step", "init_sha256") if name in first}:
