@@ -123,6 +123,20 @@ with signals.PreemptionHandler() as preemption:
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
 
 
+def test_a_signal_after_the_silence_is_no_error_of_a_pipe() -> None:
+    script = """
+import time
+signals.SILENCE = 0.01
+with signals.PreemptionHandler() as preemption:
+    preemption.on_silence = print
+    signal.raise_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    signal.raise_signal(signal.SIGTERM)
+"""
+    done = run_alone(script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "15\n", "")
+
+
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_second_signal_while_the_interpreter_ends_does_not_change_the_code(number: str) -> None:
     script = f"""

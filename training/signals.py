@@ -71,7 +71,7 @@ class PreemptionHandler:
                 if asked and not self._left.wait(SILENCE):
                     with self._speaking:
                         self.on_silence(asked[0])
-                    return
+                    self._left.wait()  # a signal to a pipe that nobody reads would be an error
 
     def speak(self) -> None:
         """From here on the main thread says how the run ends, and ``on_silence`` nothing."""
