@@ -283,7 +283,8 @@ def split_documents(
             begun = False
         else:
             held += line
-            if len(held) >= piece_bytes and (cut := _last_cut(held)):
+            # A blank line opens no place for a cut, and the search behind many of them is long.
+            if len(held) >= piece_bytes and not line.isspace() and (cut := _last_cut(held)):
                 yield bytes(held[:cut]), False
                 del held[:cut]
                 begun = True

@@ -183,6 +183,11 @@ def test_pieces_of_a_long_document_encode_as_the_whole(text, piece_bytes):
     assert np.concatenate([*parts, whole[:0]]).tolist() == whole.tolist()
 
 
+@pytest.mark.timeout(20)
+def test_blank_lines_beyond_a_piece_are_read_in_no_time():
+    assert sum(len(text) for text, _ in split_documents(io.BytesIO(b"a" + b"\n \n" * 10_000), 5)) == 30_000
+
+
 def test_folder_is_read_in_sorted_order_a_document_a_file(tmp_path):
     source = tmp_path / "texts"
     for name in ("b/2.txt", "a.txt", "b/1.txt", ".hidden", "b/.git/x", "c.txt"):
