@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -321,6 +322,14 @@ def test_a_refused_resume_changes_nothing(place: Place, switched: Path, name: st
     record.lock(run).close()
     if given.mended:
         assert left(place.train(name, {**fields, **RESUME})) == left(switched)
+
+
+def test_a_disk_that_takes_no_record_is_told_and_nothing_is_left(place: Place, monkeypatch: Patch) -> None:
+    before = tree(place.folder)
+    monkeypatch.setattr(record, "write_all", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(UserError, match=r"^run\.folder: cannot write .*No space left"):
+        place.train("full", {"run.folder": str(place.folder / "new/runs"), "data.record": str(place.folder / "new/r")})
+    assert tree(place.folder) == before
 
 
 # ---- two processes at one run

@@ -45,7 +45,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "cuda_absent": ("--run.device cuda", r"run\.device = 'cuda': expected cpu or auto: .* no CUDA device"),
     "data_missing": ("--data.dataset {place}/nowhere", r"nowhere: no such data set; make it with: python scripts/prep"),
     "data_damaged": ("--data.dataset {place}/damaged", r"damaged/train\.bin: SHA-256 .* damaged"),
-    "vocabulary_too_large": ("--data.dataset {place}/large_vocabulary", r"model\.vocab_size = 256: expected .* 50257"),
+    "vocabulary_too_large": (
+        "--data.dataset {place}/large_vocabulary --data.record {place}/new/deep/r",
+        r"model\.vocab_size = 256: expected .* 50257",
+    ),
     "resume_without_a_run": ("--run.resume yes", r"run\.resume = 'yes': expected a checkpoint"),
     "record_exists": ("--data.record {place}/recordings/run", r"recordings/run exists: record under another name"),
     "record_without_a_name": ("--data.record .", r"data\.record = '\.': expected a folder with a name"),

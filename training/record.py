@@ -257,8 +257,13 @@ def _foreign(folder: Path) -> list[str]:
 def remove_folder(folder: Path) -> None:
     """``clear_folder``, and the folder goes if it holds nothing else. A mount or a link stays."""
     clear_folder(folder)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+    remove_empty([folder])
+
+
+def remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def clear_folder(folder: Path) -> None:

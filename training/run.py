@@ -123,6 +123,10 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         raise record.name_taken(folder)
     resumes = there or resume == "yes"
     with contextlib.ExitStack() as undo:
+        if dist.is_main:
+            paths = folder, Path(config.data.record or folder)
+            parents = [parent for path in paths for parent in path.absolute().parents if not os.path.exists(parent)]
+            undo.callback(record.remove_empty, parents)
         lock = record.lock_everywhere(folder, dist.is_main) if resumes else None
         undo.enter_context(lock or contextlib.nullcontext())
         loaded = checkpoint_to_resume(config, dist, checkpoints) if resumes else None
