@@ -16,12 +16,6 @@ from model import GPT
 from training.distributed import all_reduce_max
 
 
-def forget_logits(model: GPT) -> None:
-    """Reset the maxima for the next step; ``clip_qk`` does so itself."""
-    for attention in model.attentions():
-        attention.max_logit_H.fill_(-math.inf)
-
-
 @torch.no_grad()
 def clip_qk(model: GPT, found_inf: Tensor | None = None) -> None:
     """Scale W_q and W_k back to ``model.config.qk_clip_tau``; call on the bare model after the optimizer's step.
@@ -40,4 +34,4 @@ def clip_qk(model: GPT, found_inf: Tensor | None = None) -> None:
         attention.c_attn.weight[: 2 * C].mul_(rows[:, None])
         if attention.c_attn.bias is not None:
             attention.c_attn.bias[: 2 * C].mul_(rows)
-    forget_logits(model)
+        attention.max_logit_H.fill_(-math.inf)

@@ -31,7 +31,6 @@ from training.intervention import Interventions, parse_switch, update_alarm
 from training.metrics import Metrics, read_lines, start_wandb
 from training.nonfinite import FoundInf, NonFiniteGuard
 from training.optim import build_optimizer
-from training.qk_clip import forget_logits
 from training.settings import TrainConfig, to_json
 from training.telemetry import TELEMETRY_FILE, Telemetry
 from training.tree_sum import PlainSum, TreeSum, check_processes
@@ -291,7 +290,6 @@ def build_network(
     if start is not None:
         restore(raw, optimizer, scaler, start, dist)
     model = cast(nn.Module, torch.compile(raw)) if config.precision.compile else raw
-    forget_logits(raw)
     micro_batches = config.data.global_batch // config.data.micro_batch
     fixed = config.precision.fixed_sum_order
     sums = TreeSum(raw, micro_batches, config.run.timeout) if fixed else PlainSum(raw, micro_batches)
