@@ -267,28 +267,18 @@ def _untied(model_state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 def _split_optimizer(state_dict: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A torch optimizer's state as (tensors by name, plain JSON for the rest)."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, dict[str, Any]] = {}
-    for index, entries in state_dict["state"].items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"state.{index}.{key}"] = value
-            else:
-                values.setdefault(str(index), {})[key] = value
-    return tensors, {"param_groups": state_dict["param_groups"], "values": values}
+    states = state_dict["state"].items()
+    tensors = {f"state.{index}.{key}": tensor for index, entries in states for key, tensor in entries.items()}
+    return tensors, {"param_groups": state_dict["param_groups"]}
 
 
 def _joined_optimizer(tensors: dict[str, Tensor], rest: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of ``_split_optimizer``. JSON has no tuples; of a group's lists, torch has only the parameters so."""
-    state: dict[int, dict[str, Any]] = {int(index): dict(entries) for index, entries in rest["values"].items()}
+    """The inverse of ``_split_optimizer``. JSON has no tuples: a group's become lists, which torch takes."""
+    state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         _, index, key = name.split(".", 2)
         state.setdefault(int(index), {})[key] = tensor
-    groups = [
-        {k: tuple(v) if isinstance(v, list) and not k.startswith("param") else v for k, v in group.items()}
-        for group in rest["param_groups"]
-    ]
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    return {"state": state, "param_groups": rest["param_groups"]}
 
 
 def written_sums(path: Path) -> dict[str, str]:
