@@ -163,14 +163,13 @@ class Recorder:
         self.steps += 1
 
     def flush(self) -> None:
-        """Bring every row so far to the disk and promise it in the header; nothing where none has been added."""
-        if self._changed:
-            self._sync(complete=False)
+        """Bring every row so far to the disk and promise it in the header."""
+        self._sync(complete=False)
 
     def close(self, *, complete: bool = True) -> None:
-        """Flush and let go of it; ``complete``: marked as finished. Closing twice is harmless."""
+        """Flush and let go of it; ``complete``: marked as finished."""
         try:
-            if not self._file.closed and (complete or self._changed):
+            if complete or self._changed:
                 self._sync(complete=complete)
         finally:
             self._file.close()
@@ -232,14 +231,14 @@ def _empty_recording(folder: Path, source_run: str) -> Iterator[None]:
     """
     taken = UserError(f"{folder} exists: record under another name, resume the run that wrote it, or remove it")
     try:
-        header, promised, complete = read_header(folder)
+        header, promised, _ = read_header(folder)
     except UserError:
         raise taken from None
     try:
         with files.lock(folder / OFFSETS, "r+b", _busy(folder)):
             _, rows = _open_rows(folder / OFFSETS, header.global_batch + 1, None)
             foreign = {path.name for path in folder.iterdir()} - _OWN_FILES
-            if complete or promised or rows or foreign or header.source_run != source_run:
+            if promised or rows or foreign or header.source_run != source_run:
                 raise taken
             yield
     except OSError:
