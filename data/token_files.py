@@ -85,7 +85,6 @@ class TokenFile:
 
         ``UserError``: folder, file or header missing, header not of this format, size or SHA-256 other than it says.
         """
-        folder = Path(folder)
         path = folder / f"{split}.bin"
         with on_disk(folder, "be read"):
             header = _read_header(folder, split)
@@ -169,9 +168,7 @@ class TokenWriter:
         return self
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append integer tokens, 1-D; ``ValueError`` for one outside the vocabulary."""
-        if tokens.size == 0:
-            return
+        """Append integer tokens, 1-D, at least one; ``ValueError`` for one outside the vocabulary."""
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.header.vocabulary_size:
             raise ValueError(f"tokens {low} to {high} in a vocabulary of {self.header.vocabulary_size}")
@@ -202,7 +199,6 @@ def new_dataset(folder: Path, *, force: bool = False) -> Iterator[Path]:
     A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. ``UserError``: ``folder`` holds something
     and ``force`` is off, or holds files that are not a data set's; or another process is making it.
     """
-    folder = Path(folder)
     with files.aside(folder) as hidden:
         _check_replaceable(folder, force)
         whole = hidden / folder.name
