@@ -26,6 +26,7 @@ def write_run(
     folder: Path, losses: list[float], *, digests: str = "", first: int = 0, preset: str = "flash", **columns: float
 ) -> Path:
     """A run whose step s has digest ``digests[s]`` (repeated to length; "" for none)."""
+    folder.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(folder)
     for i, loss in enumerate(losses):
         digest = {"data_digest": digests[min(i, len(digests) - 1)] * 16} if digests else {}

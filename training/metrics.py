@@ -83,7 +83,7 @@ class JsonLines:
 
 
 class Metrics:
-    """Writer of one run's measurements into ``folder``, which is made when missing; lines that are there stay.
+    """Writer of one run's measurements into ``folder``; lines that are there stay.
 
     ``wandb_run`` is the result of ``start_wandb``, closed with this. ``enabled``: False on every process but the first, where nothing is
     read or written.
@@ -94,7 +94,6 @@ class Metrics:
         self._wandb_run = wandb_run
         if not enabled:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         self.file = JsonLines(folder / METRICS_FILE)
 
     def log(self, step: int, **scalars: Any) -> None:
@@ -112,16 +111,14 @@ class Metrics:
             self._wandb_run = None
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish the file and the W&B run (marked failed when ``exit_code`` is not 0). Safe to call twice."""
+        """Finish the file and the W&B run (marked failed when ``exit_code`` is not 0)."""
         if self.file is not None:
             self.file.close()
-            self.file = None
         if self._wandb_run is not None:
             try:
                 self._wandb_run.finish(exit_code=exit_code)
             except Exception as error:
                 warnings.warn(f"W&B could not finish its run ({error}); {METRICS_FILE} is whole", stacklevel=2)
-            self._wandb_run = None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
