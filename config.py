@@ -1,7 +1,6 @@
 """Reads configurations: recipes as Python files, overrides from the command line, the JSON that a run has written."""
 
 import contextlib
-import copy
 import dataclasses
 import io
 import itertools
@@ -82,14 +81,11 @@ def load(arguments: list[str]) -> TrainConfig:
         attention = _exported(files[1], "attention", AttentionConfig, "ablation file")
         attention = dataclasses.replace(attention, flash_backend=config.attention.flash_backend)
         # Not checked against the recipe before the options: they may change its rules, or the model.
-        config = copy.copy(config)
         object.__setattr__(config, "attention", attention)
     return override(config, rest)
 
 
 def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
-    if not arguments:
-        return dataclasses.replace(config)  # checked
     # tyro would take the last one silently, of a switch and its negation, too.
     words = (argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--"))
     options = [word.replace(".no-", ".") for word in words]

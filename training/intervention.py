@@ -115,7 +115,7 @@ class Interventions:
         start: Loaded | None,
     ):
         self.base, self._switches, step = base, made_by(start) if start else [], start.step if start else 0
-        self.plans, before, made = base, list(self._switches), set(self.options())
+        before, made = list(self._switches), set(self.options())
         for switch in scheduled:
             if switch.option() in made:
                 continue

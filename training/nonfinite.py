@@ -77,9 +77,8 @@ class NonFiniteGuard:
         if overflow:
             self.overflow_steps += 1
             return "overflow"
-        policy, skips = self.config.policy, self.skips_in_a_row
-        self.skips_in_a_row = skips + 1 if policy == "skip" else 0
-        return "stop" if policy == "skip" and skips >= self.config.max_skips else policy
+        self.skips_in_a_row += 1
+        return "stop" if self.skips_in_a_row > self.config.max_skips else self.config.policy
 
     def finite(self) -> None:
         self.skips_in_a_row = 0

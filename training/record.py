@@ -335,10 +335,9 @@ def settings_changed(folder: Path, now: dict[str, Any], defaults: dict[str, Any]
 def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Leaves at which two JSON configs differ: (dotted name, saved, now). What ``saved`` lacks came later and was its default."""
     if isinstance(saved, dict) and isinstance(now, dict):
-        known = defaults if isinstance(defaults, dict) else {}
         for name in {**saved, **now}:
-            before = saved[name] if name in saved else known.get(name)
-            yield from differences(before, now.get(name), known.get(name), f"{where}.{name}".strip("."))
+            before = saved[name] if name in saved else defaults.get(name)
+            yield from differences(before, now.get(name), defaults.get(name), f"{where}.{name}".strip("."))
     elif saved != now:
         yield where, saved, now
 
