@@ -127,12 +127,20 @@ def test_one_that_cannot_be_read_may_be_intact_and_is_not_passed_over(
 
 
 def test_unknown_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = make(tmp_path)
+    checkpoints = make(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "FORMAT_VERSION", 99)
-        path = save(checkpoints, 1)
+        save(checkpoints, 2)
     with pytest.raises(UserError, match="format_version 99"):
-        Checkpoints.load(path)
+        checkpoints.load_newest()
+
+
+def test_a_renamed_one_is_passed_over_and_no_save_deletes_it(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, 1, 2, keep_last=2)
+    os.rename(checkpoints.folder / "step_00000001", checkpoints.folder / "step_00000009")
+    assert newest(checkpoints).step == 2
+    save(checkpoints, 3)
+    assert steps_in(checkpoints) == [2, 3, 9]
 
 
 def test_every_nth_stays_for_good(tmp_path: Path) -> None:

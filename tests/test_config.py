@@ -36,6 +36,7 @@ def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path
         return
     config = load(files)
     assert from_json(TrainConfig, json.loads(json.dumps(to_json(config)))) == config
+    assert config.attention.flash_backend == load(files[:1]).attention.flash_backend
 
 
 @pytest.mark.parametrize("option", ["--model.n-head 16", "--attention.rules.0.heads 0"])
@@ -82,6 +83,10 @@ def test_overrides_replace_single_fields() -> None:
         (
             "--attention.default.sites output=m3 output=bf16",
             r"^attention\.default\.sites = '.*': expected output once$",
+        ),
+        (
+            "--telemetry.sequences 999",
+            r"^telemetry\.sequences = 999: expected at most data\.validation_sequences = \d+$",
         ),
         ("--run.steps x", r"^Error parsing --run\.steps: .* 'x'; --help lists the fields$"),
         ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip'"),

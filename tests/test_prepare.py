@@ -211,11 +211,22 @@ def test_a_file_that_links_lead_to_counts_once_and_what_is_left_out_is_told(tmp_
         assert what in told
 
 
-def test_val_fraction_beside_val_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("val", "fraction", "message"),
+    [
+        ("val", 7, "--val-fraction = 7: expected none beside --val"),
+        ("t", None, "both in the training and in the held-out text"),
+        ("link", None, "both in the training and in the held-out text"),
+        (None, 0.0, r"--val-fraction = 0\.0: expected more than 0 and less than 1"),
+        (None, 1.0, r"--val-fraction = 1\.0: expected more than 0 and less than 1"),
+    ],
+)
+def test_a_held_out_text_that_cannot_be_is_refused(tmp_path, val, fraction, message):
     for name in ("t", "val"):
         (tmp_path / name).write_text(name)
-    with pytest.raises(UserError, match=r"--val-fraction = 7: expected none beside --val"):
-        prepare(tmp_path, tmp_path / "t", val=tmp_path / "val", val_fraction=7)
+    (tmp_path / "link").symlink_to("t")
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path, tmp_path / "t", val=val and tmp_path / val, val_fraction=fraction)
 
 
 A, B = lzma.compress(b"a\n<|endoftext|>\n"), lzma.compress(b"b\n")
@@ -239,12 +250,14 @@ def test_an_xz_file_is_damaged_where_no_stream_follows_a_stream(tmp_path, rest):
     [
         (gzip.compress, "t.xz: compressed by gzip: .*zcat"),
         (bz2.compress, "t.xz: compressed by bzip2: .*bzcat"),
+        (lzma.compress, "t.txt: compressed by xz: .*xzcat"),
     ],
 )
 def test_other_compressed_files_are_refused_by_what_they_are(tmp_path, compress, name):
-    (tmp_path / "t.xz").write_bytes(compress(b"text"))
+    path = tmp_path / name.partition(":")[0]
+    path.write_bytes(compress(b"text"))
     with pytest.raises(UserError, match=name):
-        prepare(tmp_path, tmp_path / "t.xz")
+        prepare(tmp_path, path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,27 @@ def test_a_file_that_is_not_the_recorders_is_never_removed(tmp_path):
         Recorder.create(tmp_path / "r", make_header())
     Recorder.resume(tmp_path / "r", make_header(), 0).discard()
     assert contents(tmp_path / "r") == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_recording_that_is_moved_away_is_told_before_it_is_written_to(tmp_path: Path, resumed: bool) -> None:
+    recorder, rows = Recorder.create(tmp_path / "r", make_header()), make_rows(2)
+    recorder.append(rows[0])
+    if resumed:
+        recorder.close(complete=False)
+        recorder = Recorder.resume(tmp_path / "r", make_header(), 1)
+    os.rename(tmp_path / "r", tmp_path / "moved")
+    before = contents(tmp_path / "moved")
+    with pytest.raises(UserError, match="removed, moved or replaced"):
+        recorder.append(rows[1]) if resumed else recorder.flush()
+    assert contents(tmp_path / "moved") == before
+
+
+def test_a_folder_without_offsets_is_not_taken_for_a_killed_start(tmp_path: Path) -> None:
+    Recorder.create(tmp_path / "r", make_header()).close(complete=False)
+    (tmp_path / "r/offsets.npy").unlink()
+    with pytest.raises(UserError, match="exists: record under another name"):
+        Recorder.create(tmp_path / "r", make_header())
 
 
 def begin_at_once(folder: Path, name: str) -> None:

@@ -1,6 +1,7 @@
 """A run that is interrupted and gone on with is to the last bit the run that never stopped; a resume that is refused changes nothing."""
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -77,6 +78,7 @@ INTERRUPTIONS = {
     "into a later switch": Interruption(LATER, first={"alarm.switches": ()}),
     "switches are in the checkpoint": Interruption({**BF16, "alarm.switches": ("7:1:flash_fp32_o",)}, rest={"alarm.switches": ()}),
     "a switch at the checkpoint's step": Interruption(LATER, "dies at 14"),
+    "no checkpoint but the last": Interruption({"checkpoint.every": 0}, "dies at 13"),
     "freer": Interruption(rest=FREE),
 }  # fmt: skip
 
@@ -234,6 +236,11 @@ def by_a_later_session(place: Place, run: Path, patch: Patch) -> None:
     shutil.rmtree(run / "checkpoints")
 
 
+def by_a_disk_that_is_full_once(place: Place, run: Path, patch: Patch) -> None:
+    full = OSError(errno.ENOSPC, "full")
+    patch.setattr(files.os, "fsync", Mock(side_effect=itertools.chain([full], itertools.repeat(None))))
+
+
 def by_a_recording_of_another(place: Place, run: Path, patch: Patch) -> None:
     shutil.rmtree(place.recording(run.name))
     place.train_until(5, "owner", {"data.record": place.recording(run.name)})
@@ -256,6 +263,11 @@ REFUSED = {
     "two_settings": Refusal(
         r"^data.seed = 5: expected .*; 1 more differ: optim\.lr$", {"optim.lr": 0.5, "data.seed": 5}
     ),
+    "fewer_steps": Refusal(r"^run\.steps = 5: expected at least 10, where the checkpoint .*step_00000010", {"run.steps": 5}),
+    "no_record": Refusal(
+        r"config\.json: not the record of a run$", spoil=lambda place, run, patch: (run / "config.json").write_text("{}")
+    ),
+    "a_full_disk": Refusal(r"^run\.folder: cannot write .*\(full\)$", spoil=by_a_disk_that_is_full_once, mended=True),
     "a_forgotten_recording": Refusal(r"^data\.record = '': expected '.*' \(--data\.record .*\), as in the checkpoint", {"data.record": ""}),
     "other_data": Refusal(
         r"^data\.dataset = '.*/other': expected the data that .*step_00000010", {"data.dataset": "{place}/other"}, fields=UNRECORDED
@@ -333,6 +345,18 @@ def test_a_disk_that_takes_no_record_is_told_and_nothing_is_left(place: Place, m
 
 
 # ---- two processes at one run
+
+
+def test_a_run_whose_folder_is_replaced_ends_and_writes_nothing_there(place: Place, monkeypatch: Patch) -> None:
+    def replace_folder(run: Run, step: int) -> None:
+        if step == 13:
+            run.folder.rename(place.folder / "elsewhere")
+            run.folder.mkdir()
+
+    before_each_step(monkeypatch, replace_folder)
+    with pytest.raises(UserError, match="replaced: somebody has removed, moved or replaced it"):
+        place.train("replaced")
+    assert list((place.runs / "replaced").iterdir()) == []
 
 
 def test_a_run_is_locked_to_its_end_and_a_second_process_leaves_it_alone(place: Place, monkeypatch: Patch) -> None:

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from test_checkpoint import flip_a_byte
-from tiny_runs import ROOT, Place, completed, make_data, new_place, start_train, tree
+from tiny_runs import ROOT, TRAIN_TOKENS, Place, completed, make_data, new_place, start_train, tree
 
 import train
 from errors import exit_on_user_error
@@ -33,6 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         place.train("second", {"run.steps": 10})
         (place.folder / "recipe.py").write_text("x = 1\n")
         make_data(place.folder / "other", seed=1)
+        make_data(place.folder / "held_out", plant={TRAIN_TOKENS + 5: 1})  # other validation data alone
         make_data(place.folder / "large_vocabulary", vocabulary=50257)
         shutil.copytree(place.data, place.folder / "damaged")
         flip_a_byte(place.folder / "damaged/train.bin")
@@ -56,6 +57,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "record_at_the_root": ("--data.record /", r"data\.record = '/': expected a folder with a name"),
     "record_in_its_own_run": ("--data.record {place}/runs/new/r", r"data\.record = '.*': expected a folder outside"),
     "replay_too_short": ("--data.replay {place}/recordings/run", r"run\.steps = 20: expected at most 10"),
+    "replay_on_other_validation_data": (
+        "--run.steps 10 --data.replay {place}/recordings/run --data.dataset {place}/held_out",
+        r"run was recorded on other validation tokens: SHA-256 .* set --data\.dataset",
+    ),
     "replay_on_other_data": (
         "--run.steps 10 --data.replay {place}/recordings/run --data.dataset {place}/other",
         r"run was recorded on other training tokens: SHA-256 .* set --data\.dataset",
@@ -145,6 +150,7 @@ def field(name: str, value: object) -> Spoil:
 READ: dict[str, tuple[str, str, Spoil, str]] = {
     "nested too deep": (REPLAY, HEADER, having(b"[" * 100_000 + b"]" * 100_000), "nested too deep"),
     "a FIFO": (REPLAY, HEADER, fifo, "expected the folder of a recording"),
+    "a FIFO for offsets": (REPLAY, "recordings/run/offsets.npy", fifo, "not a file"),
     "data's field": ("train new.py", "data/train.json", field("vocabulary_size", "x" * 100_000), "vocabulary_size is of another type"),
     "a checkpoint's field": (RESUME, f"{STEPS}/state.json", field("position", None), "position of state.json is of type NoneType"),
     "a checkpoint's extra": (RESUME, f"{STEPS}/state.json", field("extra", {}), "extra of state.json has no guard"),
