@@ -116,6 +116,9 @@ def _verify(file: files.InUse, header: TokenHeader, folder: Path) -> None:
 
 def _read_header(folder: Path, split: str) -> TokenHeader:
     if not folder.is_dir():
+        if (old := _old(folder)).is_dir():
+            again = _remedy(folder, force=True)
+            raise UserError(f"{folder}: its replacement was cut off; go on with {old}, or {again}")
         named = DATASETS / folder.name
         meant = f"did you mean {named}?" if len(folder.parts) == 1 and named.is_dir() else ""
         raise UserError(
@@ -134,7 +137,7 @@ def _remedy(folder: Path, force: bool = False) -> str:
     name = folder.name
     kind = name if name in ("stdlib", "openwebtext") else f"text FILE --name {name}"
     command = f"python scripts/prepare_data.py {kind}"
-    if kind != name and _vocabulary(folder) == "bytes":
+    if kind != name and "bytes" in (_vocabulary(folder), _vocabulary(_old(folder))):
         command += " --vocabulary bytes"
     if folder.parent != DATASETS:
         command += f" --out {folder.parent}"
@@ -196,19 +199,40 @@ class TokenWriter:
 def new_dataset(folder: Path, *, force: bool = False) -> Iterator[Path]:
     """A hidden folder to write a data set into; it becomes ``folder`` when the block ends, and goes when it raises.
 
-    A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. ``UserError``: ``folder`` holds something
-    and ``force`` is off, or holds files that are not a data set's; or another process is making it.
+    A run killed half-way leaves the hidden folder, which nothing reads and the next run clears. One that is replaced lies beside it for
+    a moment, as ``.NAME.old``; a kill then leaves it there, and the next run begins by putting it back. ``UserError``: ``folder`` holds
+    something and ``force`` is off, or holds files that are not a data set's; or another process is making it.
     """
     with files.aside(folder) as hidden:
+        old = _old(folder)
+        if old.exists() and not os.path.lexists(folder):
+            os.rename(old, folder)
         _check_replaceable(folder, force)
         whole = hidden / folder.name
         whole.mkdir()
         yield whole
         _check_replaceable(folder, force)  # another process may have made it meanwhile
+        if old.exists():  # the kill came behind both renames
+            _remove(old)
         if folder.exists():
-            os.rename(folder, hidden / ".replaced")
+            os.rename(folder, old)
         os.rename(whole, folder)
         files.sync_folder(folder.parent)
+        if old.exists():
+            _remove(old)
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():  # what it leads to is somebody's
+        folder.unlink()
+        return
+    for name in _FILE_NAMES:
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
 
 
 def _check_replaceable(folder: Path, force: bool) -> None:

@@ -87,14 +87,16 @@ def replaced_until(at: int, folder: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_wherever_a_replacement_is_killed_what_is_there_is_whole_and_the_next_one_ends(tmp_path):
+def test_wherever_a_replacement_is_killed_the_old_or_the_new_data_set_is_whole(tmp_path):
     for at in itertools.count(1):
         parent = tmp_path / str(at)
         write(parent / "a")
         code = replaced_until(at, parent / "a")
-        if (parent / "a").exists():
-            tokens = TokenFile.open(parent / "a", "train", verify="sha256").tokens.tolist()
-            assert tokens == [7, 8] if code == 0 else tokens in ([1, 2, 50256], [7, 8])
+        where = parent / "a" if (parent / "a").exists() else parent / ".a.old"
+        assert TokenFile.open(where, "train", verify="sha256").tokens.tolist() in ([1, 2, 50256], [7, 8])
+        if where.name == ".a.old":
+            with pytest.raises(UserError, match=r"its replacement was cut off; go on with .*\.a\.old, or"):
+                TokenFile.open(parent / "a", "train")
         assert replaced_until(0, parent / "a") == 0
         assert names(parent) == ["a"]
         if code == 0:
@@ -111,6 +113,16 @@ def test_a_link_is_not_replaced_but_the_folder_that_it_leads_to_named(tmp_path, 
     with pytest.raises(UserError, match=rf"--out {disk.parent} --name b"), new_dataset(link, force=True):
         pytest.fail("work was done")
     assert link.is_symlink()
+
+
+def test_what_a_link_in_the_place_of_the_old_data_leads_to_stays(tmp_path):
+    for name in ("a", "disk"):
+        write(tmp_path / name)
+    (tmp_path / ".a.old").symlink_to("disk")
+    with new_dataset(tmp_path / "a", force=True) as staging:
+        write(staging)
+    assert names(tmp_path) == ["a", "disk"]
+    TokenFile.open(tmp_path / "disk", "train", verify="sha256")
 
 
 @pytest.mark.parametrize(("vocabulary", "told"), [("bytes", True), ("gpt2", False)])
