@@ -284,7 +284,7 @@ def split_documents(
         else:
             held += line
             # A blank line opens no place for a cut, and the search behind many of them is long.
-            if len(held) >= piece_bytes and not line.isspace() and (cut := _last_cut(held)):
+            if len(held) >= piece_bytes and not line.decode(errors="replace").isspace() and (cut := _last_cut(held)):
                 yield bytes(held[:cut]), False
                 del held[:cut]
                 begun = True

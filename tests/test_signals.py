@@ -125,12 +125,12 @@ with signals.PreemptionHandler() as preemption:
 
 def test_a_signal_after_the_silence_is_no_error_of_a_pipe() -> None:
     script = """
-import time
-signals.SILENCE = 0.01
+import threading
+signals.SILENCE, silent = 0.01, threading.Event()
 with signals.PreemptionHandler() as preemption:
-    preemption.on_silence = print
+    preemption.on_silence = lambda number: (print(number, flush=True), silent.set())
     signal.raise_signal(signal.SIGTERM)
-    time.sleep(0.5)
+    silent.wait()
     signal.raise_signal(signal.SIGTERM)
 """
     done = run_alone(script)

@@ -120,6 +120,8 @@ def load(file: str | Path | IO[bytes]) -> Inputs:
                 raise ValueError(f"shapes {shapes}")
             q, k, v, do = (_tensor(archive.read(name), dtype, shapes[name]) for name in NAMES)
         return Inputs(q, k, v, do, float(about["scale"]), bool(about["causal"]), about=dict(about["about"]))
+    except MemoryError:
+        raise
     except Exception as error:  # a damaged file can raise anything
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise UserError(f"{file}: no file of captured attention ({why})") from None
