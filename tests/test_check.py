@@ -320,12 +320,19 @@ def test_causal_and_scale_are_given_where_the_kernel_takes_them() -> None:
     def flash_attentions(q: Tensor, k: Tensor, v: Tensor, dropout_p: Any = 0, softmax_scale: Any = 0, causal: Any = 0):
         return plain(q, k, v, causal, softmax_scale)
 
-    for kernel in (named, mixed):
+    def others(q: Tensor, k: Tensor, v: Tensor, causal: bool, factor: float, x_scale: Any = 1, *, q_descale: Any = 1):
+        return plain(q, k, v, causal, factor * x_scale * q_descale)
+
+    for kernel in (named, mixed, others):
         assert_safe(kernel, device="cpu", shape=SMALL, classes=("gaussian", "scale"))
-    with pytest.raises(
-        UserError, match=r"parameters are q, k, v, dropout_p, softmax_scale, causal: expected \(q, k, v, ca"
+    for kernel, message in (
+        (flash_attentions, r"parameters are q, k, v, dropout_p, softmax_scale, causal: expected \(q, k, v, ca"),
+        (partial(mixed, scale=9.0), "it binds scale: expected both free"),
+        (partial(mixed, causal=False), "it binds causal: expected both free"),
+        (partial(torchs, is_causal=True), "it binds is_causal: expected both free"),
     ):
-        check_attention(flash_attentions, device="cpu", shape=SMALL)
+        with pytest.raises(UserError, match=message):
+            check_attention(kernel, device="cpu", shape=SMALL)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", torch.bfloat16)])

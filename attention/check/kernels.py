@@ -37,6 +37,8 @@ Call = Callable[..., Tensor]
 
 FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 """Modules of FlashAttention by its names here."""
+SCALES = ("scale", "softmax_scale", "sm_scale")
+"""A scale's names in a user's function."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     A name is one of ``KNOWN``, a preset of this package, or ``module:function``, imported from the current folder, too. A function
     with a parameter ``is_causal``, or an ``nn.Module`` whose ``forward`` has it, is called as torch's ``scaled_dot_product_attention``,
     any other as ``(q, k, v, causal, scale)``, by name what it takes by name only. It gives o, or a tuple that begins with o. Raises
-    ``UserError`` for what is none of these, or has ``causal`` or a scale at another place.
+    ``UserError`` for what is none of these, has ``causal`` or one of ``SCALES`` at another place, or binds them by ``functools.partial``.
     """
     if callable(kernel):
         name = getattr(kernel, "__qualname__", " ".join(repr(kernel).split()))
@@ -124,20 +126,26 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
     try:
         forward = function.forward if isinstance(function, torch.nn.Module) else function
         parameters = dict(inspect.signature(forward).parameters)
-        names = set(parameters)
+        names = list(parameters)
     except (TypeError, ValueError):  # a builtin
-        parameters, names = {}, {"is_causal", "enable_gqa", "attn_mask"}
-    own, by_name = "is_causal" not in names, {}
-    for what, place in (("causal", 3), ("scale", 4)) if own else ():
-        alike = [x for x in parameters.values() if x.name.endswith(what)]
-        by_place = [x for x in alike if x.kind is not x.KEYWORD_ONLY]
-        if by_place and list(parameters.values()).index(by_place[0]) != place:
+        parameters, names = {}, ["is_causal", "enable_gqa", "attn_mask"]
+    own = "is_causal" not in names
+    by_place, by_name = ["causal", "scale"], {}
+    for what, place, alike in (("causal", 3, ("causal",)), ("scale", 4, SCALES)) if own else ():
+        if (parameter := next((x for x in names if x in alike), None)) is None:
+            continue
+        if parameters[parameter].kind is inspect.Parameter.KEYWORD_ONLY:
+            by_name[parameter] = what
+            by_place.remove(what)
+        elif names.index(parameter) != place:
             expected = "(q, k, v, causal, scale) on [batch, heads, length, head dim], or torch's is_causal and scale"
-            raise UserError(f"kernel = {name!r}: its parameters are {', '.join(parameters)}: expected {expected}")
-        if alike and not by_place:
-            by_name[what] = alike[0].name
+            raise UserError(f"kernel = {name!r}: its parameters are {', '.join(names)}: expected {expected}")
+    # Python lets a call overwrite what functools.partial has bound by name.
+    bound = function.keywords if isinstance(function, partial) else {}
+    if overwritten := [x for x in bound if x in (by_name if own else ("is_causal", "scale"))]:
+        raise UserError(f"kernel = {name!r}: it binds {', '.join(overwritten)}: expected both free")
 
-    masks, as_torchs = {"attn_mask", "is_causal"} <= names, _as_torchs(function, names)
+    masks, as_torchs = {"attn_mask", "is_causal"} <= set(names), _as_torchs(function, names)
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
         if mask is not None and not masks:
@@ -145,8 +153,8 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
         if not own:
             return as_torchs(q, k, v, causal, scale, mask)
         given = {"causal": causal, "scale": scale}
-        named = {parameter: given.pop(what) for what, parameter in by_name.items()}
-        return _first(function(q, k, v, *given.values(), **named))
+        named = {parameter: given[what] for parameter, what in by_name.items()}
+        return _first(function(q, k, v, *(given[what] for what in by_place), **named))
 
     return Kernel(name, call, masks=masks)
 
