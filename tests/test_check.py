@@ -217,6 +217,23 @@ def keeps_its_last_call(q: Tensor, *rest: Any) -> Tensor:
 LAST: dict[torch.Size, object] = {}
 
 
+def only_whole(ctx: Any, _: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+    if not all(ctx.needs_input_grad[:3]):
+        raise ValueError("not for all")
+    return gradients
+
+
+BUFFERS: dict[Any, Tensor] = {}
+
+
+@spoiled
+def gradients_in_one_buffer(ctx: Any, _: Tensor, *gradients: Tensor) -> list[Tensor]:
+    """Wrong where only some need a gradient, and right again in the same memory in the next call."""
+    some = not all(ctx.needs_input_grad[:3])
+    kept = [BUFFERS.setdefault((i, x.shape), torch.empty_like(x)) for i, x in enumerate(gradients)]
+    return [buffer.copy_(x * (1 + some)).detach() for buffer, x in zip(kept, gradients, strict=True)]
+
+
 def nan_where_dv_is_0(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     v = v * 1
     if v.requires_grad:
@@ -260,7 +277,10 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (spoiled(lambda _, do, dq, *g: (dq, *(x * (1 if do.stride(3) else math.nan) for x in g))), *R, "stride 0"),
     (lambda q, k, v, *rest: plain(q, k, v.as_strided(v.shape, k.stride()), *rest), *R, "other strides: it has"),
     (lambda q, *rest: plain(q * (1 + (q.storage_offset() > 0)), *rest), *R, "other strides: it has"),
-    (lambda q, *rest: plain(q.view(-1).view(q.shape), *rest), *R, "other strides: it raises RuntimeError: view"),
+    (lambda q, k, *rest: plain(q, k.as_strided(k.shape, k.contiguous().stride()), *rest), *R, "other strides: it has"),
+    (lambda q, *rest: plain(q.view(-1).view(q.shape), *rest), R[0], "unverified", "other strides: RuntimeError: view"),
+    (spoiled(only_whole), R[0], "unverified", "where only some need a gradient: ValueError: not for all"),
+    (gradients_in_one_buffer, *R, "where only some need a gradient: "),
     (spoiled(lambda ctx, _, dq, *g: (dq * ctx.needs_input_grad[1], *g)), *R, "where only some need a gradient: "),
     (spoiled(lambda _, do, dq, *g: (dq * (1 if do.stride(2) or not do.stride(3) else 2), *g)), *R, "stride 0"),
     (spoiled(lambda _, do, dq, *g: (dq * (1 if do.stride(0) or not do.stride(3) else 2), *g)), *R, "stride 0"),

@@ -35,13 +35,14 @@ _LEAKS = {
     "hidden": "dK or dV of keys that are masked is not 0",
     "idle": "dQ of rows without dO is not 0",
 }
-_REPEATED = {
+REPEATED = {
     "alone": "a sequence alone",
     "strides": "in other strides",
     "between": "with another forward pass before its backward pass",
     "some": "where only some need a gradient",
     "expanded": "with a dO of stride 0",
 }
+"""Calls of the class ``repeatability``."""
 
 
 def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
@@ -78,7 +79,7 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
             return AT_RISK, f"NaN: {found['spread']:.0f} numbers are not finite where none depends on it"
         return (SAFE, "") if found["arrives"] else (AT_RISK, "NaN: that of a query shows not in O, or in no gradient")
     if name == "repeatability":
-        for what, where in _REPEATED.items():
+        for what, where in REPEATED.items():
             if not found[f"{what}_off"] < SIZE_WRONG:
                 return WRONG, f"{where}: it has other results, by {found[f'{what}_off']:.1e}"
         return (AT_RISK, "not deterministic: a run cannot be replayed") if not found["deterministic"] else (SAFE, "")

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .captured import Inputs, Mask
 from .classes import Shape, make, one_hot, shape_of
-from .judge import LOST, SIZE_WRONG
+from .judge import LOST, REPEATED, SIZE_WRONG
 from .kernels import Call, told
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -28,7 +28,11 @@ class OutOfRangeError(Exception):
 
 
 class WrongError(Exception):
-    """A kernel gives no gradient for what it read, writes to what others read, too, or raises for strides alone; in a reason's words."""
+    """A kernel gives no gradient for what it read, or writes to what others read, too; in a reason's words."""
+
+
+class RaisedError(Exception):
+    """A kernel raises in one of the calls of ``repeatability``; in a reason's words, which say where."""
 
 
 def _attend(call: Call, p: Inputs, wanted: str = "qkv") -> Results:
@@ -368,18 +372,20 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
         again.append(run(call, p))
     # Two key heads of a sequence, the shape of captured inputs: in --quick a compiled kernel is compiled for it already.
     part = lambda x: x[:1, : 2 * x.shape[1] // shape.G].clone(memory_format=torch.contiguous_format)  # noqa: E731
-    alone = run(call, replace(p, q=part(p.q), k=part(p.k), v=part(p.v), do=part(p.do)))
+    with _saying("alone"):
+        alone = run(call, replace(p, q=part(p.q), k=part(p.k), v=part(p.v), do=part(p.do)))
     in_batch = tuple(part(x) for x in first)
-    try:
+    with _saying("strides"):
         turned = run(functools.partial(_packed, call), replace(p, do=_turned(p.do)))
-    except WrongError:
-        raise
-    except Exception as error:  # of a foreign kernel, which ran without
-        raise WrongError(f"in other strides: it raises {told(error)}") from None
     another = replace(p, q=p.q.flip(2), k=p.k.flip(2), v=p.v.flip(2))
-    backwards = _run(call, p, p.do.clone(), between=another)[0]
-    some = [x for wanted in ("q", "kv") for x in _run(call, p, p.do.clone(), wanted)[0][1:]]
+    # Cloned at once, as a kernel may keep its buffers.
+    with _saying("between"):
+        backwards = [x.clone() for x in _run(call, p, p.do.clone(), between=another)[0]]
+    with _saying("some"):
+        some = [x.clone() for wanted in ("q", "kv") for x in _run(call, p, p.do.clone(), wanted)[0][1:]]
     alike = (x.expand_as(p.do) for x in (torch.ones((), dtype=dtype, device=device), p.do[:, :, :1], p.do[:1]))
+    with _saying("expanded"):
+        expanded = max(off(run(call, p, do.contiguous()), run(call, p, do)) for do in alike)
     return {
         "deterministic": float(all(same(first, other) for other in again)),
         "batch_invariant": float(same(in_batch, alone)),
@@ -388,15 +394,25 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
         "strides_off": off(first, turned),
         "between_off": off(first[1:], backwards[1:]),
         "some_off": off(first[1:], some),
-        "expanded_off": max(off(run(call, p, do.contiguous()), run(call, p, do)) for do in alike),
+        "expanded_off": expanded,
     }
 
 
+@contextlib.contextmanager
+def _saying(where: str) -> Iterator[None]:
+    try:
+        yield
+    except WrongError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a foreign kernel raises
+        raise RaisedError(f"{REPEATED[where]}: {told(error)}") from None
+
+
 def _packed(call: Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """q and v as slices of one tensor, as a fused projection makes them: with an offset, and in strides that k has not."""
+    """q and v as slices of one tensor, as a fused projection makes them: with an offset. k as one of a wider tensor: in other strides."""
     heads = k.shape[1], q.shape[1], v.shape[1]
     _, q, v = _turned(torch.cat((k, q, v), 1)).split(heads, 1)
-    return call(q, k, v, *rest)
+    return call(q, torch.cat((k, k), -1)[..., : k.shape[-1]], v, *rest)
 
 
 def _turned(x: Tensor) -> Tensor:

@@ -323,7 +323,8 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
     except measures.WrongError as error:
         return Case(name, used, judge.WRONG, str(error), {})
     except (Exception, SystemExit) as error:  # whatever a foreign kernel raises: it could not be looked at
-        return Case(name, used, judge.UNVERIFIED, told(error), {})
+        reason = str(error) if isinstance(error, measures.RaisedError) else told(error)
+        return Case(name, used, judge.UNVERIFIED, reason, {})
     return Case(name, used, *judge.judge(name, found), found)
 
 
