@@ -126,10 +126,11 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
 def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
     if wrong := [name for name in options.inputs if not name.endswith(".zip")]:
         raise UserError(f"--inputs {wrong[0]}: expected a file that ends in .zip")
-    classes = [*options.classes, *options.inputs] or (QUICK if options.quick else ())
+    asked = [*options.classes, *options.inputs]
+    quick = options.quick and not asked
+    classes = QUICK if quick else asked
     chosen: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "shape": shape, "classes": classes}
-    masks = find(name).masks or bool(options.classes)
-    chosen["without"] = [*options.without, *(() if masks else MASKED)]
+    chosen["without"] = [*options.without, *(("grouped", *MASKED) if quick else ())]
     if sys.stderr.isatty():
         chosen["progress"] = lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr)
     return check_attention(name, **chosen)
