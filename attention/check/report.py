@@ -267,9 +267,6 @@ def check_attention(
             if not classes and name in MASKED and not found.masks:
                 not_tried[name] = "it has no argument attn_mask"
                 continue
-            if name in CLASSES and CLASSES[name].packaged and dtype != "bf16":
-                not_tried[name] = "it was captured in BF16: the products of plain attention are exact"
-                continue
             if name in CLASSES and (used := shape_of(name, asked)).D != asked.D:
                 not_tried[name] = f"it has head dim {used.D}"
                 continue
