@@ -29,7 +29,7 @@ BIAS = 0.5
 FMA_LIMIT = 1e5
 """Kernels with the FMA exponent lose O = V between 45,426 and this, by head dim."""
 
-
+_NAMES = ("o", "dq", "dk", "dv")
 _LEAKS = {
     "seen": "O or dV reads what is masked",
     "hidden": "dK or dV of keys that are masked is not 0",
@@ -57,7 +57,7 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
         if found["signed"] <= ROWS_AT_RISK:
             return SAFE, ""
         return AT_RISK, f"dS: sums with random signs are off by {found['signed']:.1e} of its rows"
-    if endless := [x for x in ("o", "dq", "dk", "dv") if math.isinf(found.get(f"error_{x}", 0))]:
+    if endless := [x for x in _NAMES if math.isinf(found.get(f"error_{x}", 0))]:
         return WRONG, f"not finite: {', '.join(endless)}"
     leaks = [text for what, text in _LEAKS.items() if found.get(what, 0) != 0]
     leaks += ["query 0 sees more than key 0"] * (not found.get("first_row", 0) < SIZE_WRONG)
@@ -87,15 +87,13 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
 
 
 def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
+    # Over what is about 0 no error is told.
+    found = dict.fromkeys((f"{what}_{x}" for what in ("error", "eager") for x in _NAMES), math.inf) | found
     if found.get("layout_off", math.inf) < SIZE_WRONG:
         return WRONG, "layout: O is right for [batch, length, heads, head dim]: expected heads before length"
     # An O that is nearer to one of a rounded S than the exact O is: its gradients may be off as that rounding puts them off.
     scores = found["ratio_o"] > RATIO_AT_RISK and found["from_eager_o"] < found["eager_o"]
-    own = [
-        x
-        for x in ("o", "dq", "dk", "dv")
-        if not (scores and found.get(f"error_{x}", 0) < RATIO_AT_RISK * found.get(f"eager_{x}", math.inf))
-    ]
+    own = [x for x in _NAMES if not (scores and found[f"error_{x}"] <= RATIO_AT_RISK * found[f"eager_{x}"])]
     beyond = [x for x in own if max(found[f"size_{x}"], found[f"worst_{x}"]) > SIZE_WRONG]
     if beyond:
         return WRONG, "errors: " + ", ".join(_off(x, found) for x in beyond)
@@ -103,7 +101,7 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
     if far:
         return WRONG, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.0f} x plain's" for x in far)
     lost = [
-        x for x in own if x != "dq" and found.get(f"error_{x}", 0) > LOST and found[f"ratio_{x}"] > WELL_CONDITIONED
+        x for x in own if x != "dq" and LOST < found[f"error_{x}"] < math.inf and found[f"ratio_{x}"] > WELL_CONDITIONED
     ]
     if lost:
         return WRONG, "errors: " + ", ".join(_off(x, found) for x in lost)
@@ -115,7 +113,7 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
         what = f"rows of dS sum to {found['rows']:.1e} of their size, dQ has {found['ratio_dq']:.1f} x plain's error"
         side = f"; rounded to one side: O is off by {found['bias_o']:.1f} x 2^-9 in the mean"
         return AT_RISK, f"delta or P: {what}{side * (abs(found['bias_o']) > BIAS)}"
-    coarse = [x for x in ("o", "dq", "dk", "dv") if found[f"ratio_{x}"] > RATIO_AT_RISK]
+    coarse = [x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK]
     if coarse:
         return AT_RISK, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.1f} x plain's" for x in coarse)
     return SAFE, ""
@@ -123,9 +121,9 @@ def _accuracy(found: dict[str, float], largest: float) -> tuple[str, str]:
 
 def _off(x: str, found: dict[str, float]) -> str:
     """The error of a tensor over its size, or, where it should be about 0, over the size of what cancels; or that of its worst row."""
-    error, size, worst = (found.get(f"{what}_{x}", math.inf) for what in ("error", "size", "worst"))
-    if size <= SIZE_WRONG < worst:
-        return f"a row of {x} is off by {worst:.1e} of the size of what cancels"
+    error, size, row = (found[f"{what}_{x}"] for what in ("error", "size", "worst"))
+    if size <= SIZE_WRONG < row:
+        return f"a row of {x} is off by {row:.1e} of the size of what cancels"
     return f"{x} is off by " + (
         f"{100 * error:.0f} % of its size" if error < 100 else f"{size:.1e} of the size of what cancels"
     )

@@ -82,7 +82,8 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
 
 
 def first_calls(preset: str, p: Inputs) -> list[Callable[[], Any]]:
-    """Calls, to make at once, for which Triton compiles most classes' kernels: both passes, an odd length, a dO of stride 0.
+    """Calls, to make at once, for which Triton compiles kernels that several classes use: the forward pass in the length of p and one less,
+    the backward pass in that of p, with its dO and with one of stride 0.
 
     They need nothing of each other, as the backward passes read memory that nothing was written to.
     """
