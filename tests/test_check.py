@@ -230,6 +230,14 @@ def keeps_its_last_call(q: Tensor, *rest: Any) -> Tensor:
 LAST: dict[torch.Size, object] = {}
 
 
+def takes_strides_of_q_for_do(q: Tensor, *rest: Any) -> Tensor:
+    def spoil(_: Any, do: Tensor, dq: Tensor, *g: Tensor) -> tuple[Tensor, ...]:
+        read = do.as_strided(do.shape, q.stride()) if do.stride(3) else do
+        return (dq * (1 + (read != do).any()), *g)
+
+    return _Spoiled.apply(q, *rest, spoil)
+
+
 def only_whole(ctx: Any, _: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
     if not all(ctx.needs_input_grad[:3]):
         raise ValueError("not for all")
@@ -290,6 +298,8 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (spoiled(lambda _, do, *g: [x * (2 - do.is_contiguous()) for x in g]), *R, "other strides"),
     (spoiled(lambda _, do, dq, *g: (dq, *(x * (1 if do.stride(3) else math.nan) for x in g))), *R, "stride 0"),
     (lambda q, k, v, *rest: plain(q, k, v.as_strided(v.shape, k.stride()), *rest), *R, "other strides: it has"),
+    (lambda q, k, *rest: plain(q, k.as_strided(k.shape, q.stride()), *rest), *R, "other strides: it has"),
+    (takes_strides_of_q_for_do, *R, "other strides: it has"),
     (lambda q, *rest: plain(q * (1 + (q.storage_offset() > 0)), *rest), *R, "other strides: it has"),
     (lambda q, k, *rest: plain(q, k.as_strided(k.shape, k.contiguous().stride()), *rest), *R, "other strides: it has"),
     (lambda q, *rest: plain(q.view(-1).view(q.shape), *rest), R[0], "unverified", "other strides: RuntimeError: view"),
