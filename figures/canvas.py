@@ -29,8 +29,14 @@ class Drawn:
     table: pd.DataFrame
 
 
+def plain(text: str) -> str:
+    """A user's text, of which Matplotlib would read what stands between two dollars as a formula."""
+    return text.replace("$", r"\$")
+
+
 def wrapped(text: str, width: float = COLUMN) -> str:
-    """Lines that fit ``width`` inches; a character of the default font is about 0.55 of its size wide."""
+    """Lines of ``plain`` text that fit ``width`` inches; a character of the default font is about 0.55 of its size wide."""
+    text = plain(text)
     return "\n".join(textwrap.fill(line, int(width * 72 / (0.55 * SMALL))) for line in text.split("\n"))
 
 

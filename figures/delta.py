@@ -114,7 +114,7 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
     mean, positive = error.summary.mean_H.item(), error.summary.positive_H.item()
     z = (error.summary.mean_H / error.summary.standard_error_H).item()
     told = f"mean {mean:.2g}, {z:.1f} standard errors; {positive:.0%} positive"
-    title = f"{error.label}\n{told}\ngray: two deviations of random signs"
+    title = f"{canvas.plain(error.label)}\n{told}\ngray: two deviations of random signs"
     canvas.style_axes(axes, x="tokens", y=r"sum of $\delta_{lp}-\delta_{hp}$", title=title)
     step = max(1, len(total) // 2000)
     shown = zip(places[::step], total[::step], strict=True)

@@ -47,7 +47,7 @@ def draw_norms(runs: Sequence[DrawnRun]) -> Drawn:
         rows = np.arange(len(grid) + 1) - 0.5
         image = axes.pcolormesh(edges, rows, grid, norm=norm, cmap=canvas.SIZES, rasterized=True)
         _mark(axes, 0, run)
-        canvas.style_axes(axes, y="layer", title=f"${name}$, {run.label}", grid="")
+        canvas.style_axes(axes, y="layer", title=f"${name}$, {canvas.plain(run.label)}", grid="")
         axes.set_yticks(range(0, len(grid), max(1, len(grid) // 6)))
         table = pd.DataFrame(grid.T, columns=[f"layer_{layer}" for layer in range(len(grid))])
         tables.append(pd.DataFrame({"run": run.name, "matrix": name, "step": steps}).join(table))

@@ -75,7 +75,7 @@ def draw_runs(runs: Sequence[DrawnRun], path: Path, of_layer: str = "") -> None:
     window = min(200, max(1, max(len(curves.column(run.metrics, PANELS[0].key)) for run in runs) // 60))
     rows = -(-len(panels) // 2)
     figure = Figure((WIDTH, rows * PANEL_HEIGHT + 0.4), DPI, layout="constrained")
-    lines = [Line2D([], [], label=run.label, **style(index)) for index, run in enumerate(runs)]
+    lines = [Line2D([], [], label=canvas.plain(run.label), **style(index)) for index, run in enumerate(runs)]
     legend = figure.legend(handles=lines, loc="outside upper left", frameon=False, fontsize=TEXT, handlelength=3)
     figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * sum(map(_wrap, legend.get_texts())))
     all_axes = list(figure.subplots(rows, min(2, len(panels)), sharex=True, squeeze=False).flat)

@@ -55,13 +55,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         about["computed_by"] = "flash_reference"
     with on_disk(f"--out {options.out}", "be made"):
         options.out.mkdir(parents=True, exist_ok=True)
+    paths = {n: options.out / f"{config.run.name}_step_{loaded.step}_layer_{n}.zip" for n in options.layers}
+    if there := [str(path) for path in paths.values() if path.exists()]:
+        raise UserError(f"--out {options.out}: {there[0]} exists: expected another folder, or remove it")
     layers, about["loss_scale"] = captured(opened, options.sequences, options.data, options.layers)
     for layer in layers:
         q, k, v, do = (x.transpose(1, 2).cpu() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
         whole = Inputs(q, k, v, do, layer.scale, about={**about, "layer": layer.layer})
-        path = options.out / f"{config.run.name}_step_{loaded.step}_layer_{layer.layer}.zip"
-        whole.part(heads=options.heads, length=options.length).save(path)
-        print(path)
+        whole.part(heads=options.heads, length=options.length).save(paths[layer.layer])
+        print(paths[layer.layer])
 
 
 if __name__ == "__main__":

@@ -139,6 +139,7 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
         if not is_run and not inside:
             raise UserError(f"{path}: neither a run nor a folder of runs")
         found += [path] if is_run else inside
+    found = list({path.resolve(): path for path in reversed(found)}.values())[::-1]  # as RUN FOLDER has the first twice
     names = [path.resolve().name for path in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two runs have the name {twice[0]}: give one of them another folder name")
@@ -454,8 +455,14 @@ def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
     """As CSV or Markdown, by the file's ending. Raises ``UserError`` where it cannot be written."""
     text = markdown(table) + "\n" + "".join(f"- {line}\n" for line in lines)
     if path.suffix == ".csv":
+        # Every run has a train_loss_end: there NaN is no missing value.
+        told = (
+            table.astype({"train_loss_end": object}).fillna({"train_loss_end": "nan"})
+            if "train_loss_end" in table
+            else table
+        )
         # Not by float_format, which leaves the floats of a column with a "nan" as they are.
-        text = table.map(lambda one: f"{one:.6g}" if isinstance(one, float) and one == one else one).to_csv(index=False)
+        text = told.map(lambda one: f"{one:.6g}" if isinstance(one, float) and one == one else one).to_csv(index=False)
     with on_disk(f"--table {path}", "be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, text)

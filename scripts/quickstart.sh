@@ -11,7 +11,7 @@ synopsis="usage: quickstart.sh [--python INTERPRETER] [--out FOLDER]"
 usage() { echo "error: $1; $synopsis" >&2; exit 2; }
 while [ $# -gt 0 ]; do
   case "$1" in -h | --help) echo "$synopsis"; sed -n '2,5s/^# //p' scripts/quickstart.sh; exit 0 ;; esac
-  [ $# -ge 2 ] || usage "$1 needs a value"
+  [ -n "${2-}" ] || usage "$1 needs a value"
   case "$1" in
     --python) case "$2" in /*) python=$2 ;; */*) python=$here/$2 ;; *) python=$2 ;; esac ;;
     --out) case "$2" in /*) out=$2 ;; *) out=$here/$2 ;; esac ;;
@@ -22,10 +22,12 @@ done
 if [ -n "$python" ] && ! "$python" -c "" > /dev/null 2>&1; then
   usage "--python $python does not run"
 fi
-if [ -e "$out/runs" ] || [ -e "$out/quickstart" ]; then
-  echo "error: --out $out holds an earlier quickstart: remove it (rm -r $out) or name another folder" >&2
-  exit 2
-fi
+for there in "$out/runs" "$out/quickstart"; do
+  if [ -e "$there" ]; then
+    echo "error: --out $out holds an earlier quickstart's $there: remove it or name another folder" >&2
+    exit 2
+  fi
+done
 if ! mkdir -p "$out" 2> /dev/null; then
   usage "--out $out cannot be made a folder"
 fi

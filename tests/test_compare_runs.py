@@ -309,6 +309,7 @@ def test_what_cannot_be_is_one_line(place: Place, tmp_path: Path, refused: Calla
     (broken / "metrics.csv").write_text("loss\n3\n")
     a = write_run(tmp_path / "a", [2.0] * 3)
     assert "--at = 99: expected a step" in refused(compare_runs.main, a, "--out", "none", "--at", 99)
-    assert "two runs have the name one" in refused(compare_runs.main, one, one)
+    twin = write_run(tmp_path / "other/a", [2.0] * 3)
+    assert "two runs have the name a" in refused(compare_runs.main, a, twin)
     assert "--layer = 2: expected 0 to 1" in refused(compare_runs.main, one, "--layer", "2")
     assert "expected a column step of whole numbers" in refused(compare_runs.main, broken)

@@ -49,7 +49,7 @@ def checkpoint(place: Place) -> Path:
     return place.runs / "failing/checkpoints/step_00000008"
 
 
-TEXT = "the quick brown fox jumps over the lazy dog"
+TEXT = r"the $quick brown \fox jumps over the $lazy dog"
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +167,8 @@ def test_a_checkpoint_gives_a_file_of_captured_attention(place: Place, tmp_path:
     assert torch.equal(found.do, layer.do_BTHD.transpose(1, 2)[:, 1:2, :6])
     assert (found.about["step"], found.about["layer"], found.about["heads"]) == (8, 1, [1])
     assert found.about["trained"][0]["source_sha256"]
+    with pytest.raises(SystemExit):  # the file of another run, perhaps
+        capture_attention.main([str(checkpoint(place)), *part, "--out", str(tmp_path)])
 
 
 def test_an_external_kernel_that_cannot_run_here_is_not_replaced(
