@@ -456,11 +456,7 @@ def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
     text = markdown(table) + "\n" + "".join(f"- {line}\n" for line in lines)
     if path.suffix == ".csv":
         # Every run has a train_loss_end: there NaN is no missing value.
-        told = (
-            table.astype({"train_loss_end": object}).fillna({"train_loss_end": "nan"})
-            if "train_loss_end" in table
-            else table
-        )
+        told = table.astype(object).fillna({"train_loss_end": "nan"})
         # Not by float_format, which leaves the floats of a column with a "nan" as they are.
         text = told.map(lambda one: f"{one:.6g}" if isinstance(one, float) and one == one else one).to_csv(index=False)
     with on_disk(f"--table {path}", "be written"):
