@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     recorded = loaded.config_json
     about: dict[str, Any] = {"step": loaded.step, "seed": recorded["run"]["seed"]}
     about |= {"config": {name: recorded[name] for name in CONFIG}, "captured": environment(device, 1)}
-    if (record := loaded.path.parent.parent / "config.json").exists():
+    if loaded.path.parent.name == "checkpoints" and (record := loaded.path.parent.parent / "config.json").exists():
         with reading(record):
             about["trained"] = files.read_json(record)["sessions"]
     if opened.replaced:
@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for layer in layers:
         q, k, v, do = (x.transpose(1, 2).cpu() for x in (layer.q_BTHD, layer.k_BTHD, layer.v_BTHD, layer.do_BTHD))
         whole = Inputs(q, k, v, do, layer.scale, about={**about, "layer": layer.layer})
-        whole.part(heads=options.heads, length=options.length).save(paths[layer.layer])
+        part = whole.part(heads=options.heads, length=options.length)
+        part.require_numbers(f"layer {layer.layer}")
+        part.save(paths[layer.layer])
         print(paths[layer.layer])
 
 

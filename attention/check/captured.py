@@ -83,6 +83,14 @@ class Inputs:
         about = {**self.about, "heads": [numbers[h] for h in chosen], "sequences": len(q), "length": q.shape[2]}
         return replace(self, q=q, k=k, v=v, do=do, about=about)
 
+    def require_numbers(self, name: str) -> None:
+        """Raises ``UserError`` where the crash test would learn nothing of these inputs, called ``name``."""
+        for what in NAMES:
+            x = getattr(self, what)
+            if not x.any() or not x.isfinite().all():
+                seen = "not finite" if x.any() else "0"
+                raise UserError(f"{name}: {what} is {seen}: expected finite numbers that are not all 0")
+
     def save(self, path: str | Path) -> None:
         """Raises ``UserError`` where the file cannot be written, there is a mask, or tensors are not of one dtype of ``DTYPES``."""
         self._without_mask()

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..user_error import UserError, invalid
-from .captured import NAMES, Inputs, Mask, load
+from ..user_error import invalid
+from .captured import Inputs, Mask, load
 
 
 @dataclass(frozen=True)
@@ -240,12 +240,7 @@ def captured(name: str) -> Inputs:
 def _read(name: str, file: Path, written: tuple[int, ...]) -> Inputs:
     """``written``: time and size, as a file may be written again."""
     found = load(file)
-    for what in NAMES:
-        x = getattr(found, what)
-        if not x.any() or not x.isfinite().all():
-            raise UserError(
-                f"{name}: {what} is {'not finite' if x.any() else '0'}: expected finite numbers that are not all 0"
-            )
+    found.require_numbers(name)
     return found
 
 
