@@ -1,6 +1,7 @@
 """Reads configurations: recipes as Python files, overrides from the command line, the JSON that a run has written."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import itertools
@@ -81,6 +82,7 @@ def load(arguments: list[str]) -> TrainConfig:
         attention = _exported(files[1], "attention", AttentionConfig, "ablation file")
         attention = dataclasses.replace(attention, flash_backend=config.attention.flash_backend)
         # Not checked against the recipe before the options: they may change its rules, or the model.
+        config = copy.copy(config)  # another file may have it from the recipe's module
         object.__setattr__(config, "attention", attention)
     return override(config, rest)
 
