@@ -1,5 +1,6 @@
 """The schedule, which optimizer takes which parameter, steps against torch's own, Muon with its iterations replayed, QK-clip."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.optim import Muon
 
 from attention.watching.measure import QUERY_CHUNK, largest_logits
 from model import GPT, ModelConfig
-from training.muon import CudaRecorder, GraphedMuon
+from training.muon import GraphedMuon, captured
 from training.optim import OptimConfig, build_optimizer, learning_rate
 from training.qk_clip import clip_qk
 
@@ -73,12 +74,12 @@ GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
 
 
 class Replays:
-    """In the place of ``CudaRecorder`` on a CPU: what is recorded is computed by ``replay`` alone. Counts both."""
+    """In the place of ``captured`` on a CPU: what is recorded is computed by ``replay`` alone. Counts both."""
 
     def __init__(self) -> None:
         self.records, self.replays = 0, 0
 
-    def record(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+    def __call__(self, work: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         self.records += 1
         results = [x.fill_(torch.nan) for x in work()]
 
@@ -110,14 +111,14 @@ def stepped(optimizer_of: Any, shapes: list[Any] = SHAPES, device: str = "cpu", 
 @pytest.mark.parametrize("more", [{}, {"weight_decay": 0.0}, {"nesterov": False}], ids=str)
 def test_replayed_muon_has_the_bits_of_torchs(more: dict[str, Any]) -> None:
     recorder = Replays()
-    assert same(stepped(GraphedMuon, recorder=recorder, **more), stepped(Muon, **more))
+    assert same(stepped(GraphedMuon, record=recorder, **more), stepped(Muon, **more))
     assert (recorder.records, recorder.replays) == (1, 3)
 
 
 @pytest.mark.gpu
 def test_a_cuda_graph_has_the_bits_of_torchs_muon() -> None:
-    recorder = CudaRecorder(torch.device("cuda", 0))
-    graph = stepped(GraphedMuon, GPT2 * 2, "cuda", recorder=recorder)
+    record = functools.partial(captured, torch.device("cuda", 0))
+    graph = stepped(GraphedMuon, GPT2 * 2, "cuda", record=record)
     assert same(graph, stepped(Muon, GPT2 * 2, "cuda"))
 
 

@@ -1,5 +1,6 @@
 """AdamW, or Muon beside AdamW, and the learning rate as a pure function of the step."""
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from errors import UserError, invalid
-from training.muon import CudaRecorder, GraphedMuon
+from training.muon import GraphedMuon, captured
 
 OptimizerName = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "constant"]
@@ -146,7 +147,7 @@ def _muon(parameters: list[nn.Parameter], config: OptimConfig, device: torch.dev
     settings["adjust_lr_fn"] = "match_rms_adamw"
     if device.type != "cuda":
         return Muon(parameters, **settings)
-    return GraphedMuon(parameters, recorder=CudaRecorder(device), **settings)
+    return GraphedMuon(parameters, record=functools.partial(captured, device), **settings)
 
 
 def _adamw(parameters: list[nn.Parameter], config: OptimConfig, device: torch.device | str) -> AdamW:
