@@ -40,7 +40,7 @@ REPEATED = {
     "strides": "in other strides",
     "between": "with another forward pass before its backward pass",
     "some": "where only some need a gradient",
-    "expanded": "with a dO of stride 0",
+    "do_strides": "with a dO in other strides",
 }
 """Calls of the class ``repeatability``."""
 

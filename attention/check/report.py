@@ -23,7 +23,7 @@ from . import judge, measures
 from .classes import CLASSES, Shape, captured, even, make, require_shape, shape_of
 from .kernels import Kernel, find, first_calls, identity, told, versions
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of the JSON report. It rises when a field changes its name, position or meaning."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTHS = {"cuda": 1024, "cpu": 256}
