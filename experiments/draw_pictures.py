@@ -77,6 +77,13 @@ def front() -> Figure:
     return loss_and_logits(colors, "max_logit_max", of_loss, of_logits, "who_is_at_risk/gpt2/runs")
 
 
+def larger_text() -> Figure:
+    colors = {"swiglu_flash_larger": ORANGE, "swiglu_consistent_larger": BLUE}
+    of_loss = (900, 5.0, "flash: fails\nin 3 of 4", ORANGE), (1500, 0.3, "flash_consistent: stable", BLUE)
+    of_logits = (1300, 1.2e6, "flash", ORANGE), (2500, 25, "flash_consistent", BLUE)
+    return loss_and_logits(colors, "max_logit_1", of_loss, of_logits, "who_is_at_risk/gpt2/runs")
+
+
 def swiglu() -> Figure:
     colors = {"swiglu_flash_2": ORANGE, "swiglu_consistent_2": BLUE}
     of_loss = (900, 6.6, "flash: fails\nin 5 of 6", ORANGE), (700, 0.17, "flash_consistent: stable", BLUE)
@@ -119,7 +126,7 @@ def fp8() -> Figure:
 
 
 def main() -> None:
-    for draw in (front, swiglu, gpt2, public_kernels, other_blocks, fp8):
+    for draw in (front, larger_text, swiglu, gpt2, public_kernels, other_blocks, fp8):
         save(draw(), EXPERIMENTS.parent / "docs" / "pictures" / f"{draw.__name__}.png")
 
 
