@@ -301,6 +301,8 @@ def _four_dimensional(
             if lead is None:
                 return x.flatten(0, most - 4)
             alone = all(size == 1 for size in x.shape[:-3])
+            if x is mask and not all(size in (1, full) for size, full in zip(x.shape[:-3], lead, strict=True)):
+                _refuse_mask(given, f"batches that broadcast to {list(lead)}")
             return (x if alone else x.expand(*lead, *x.shape[-3:])).flatten(0, most - 4)
         return x if most == 4 else x[None, None] if most == 2 else x[None] if gqa else x[:, None]
 

@@ -96,10 +96,10 @@ def split(visible: Tensor) -> tuple[Tensor, Tensor, bool]:
     end = last.cummax(dim=1).values
     begin = torch.where(empty, end, first)
     before = functional.pad(keys.cumsum(dim=1), (1, 0))
-    gap = count != before.gather(1, last) - before.gather(1, first.masked_fill(empty, 0))
+    gap = count != before.gather(1, last) - before.gather(1, first)
     back = (end != last) & ~empty
     back[:, 1:] |= begin[:, 1:] < begin[:, :-1]
-    inside = count != (last - first).masked_fill(empty, 0)
+    inside = count != last - first
     has_gap, goes_back, padded = torch.stack((gap.any(), back.any(), inside.any())).tolist()
     if has_gap or goes_back:
         raise ValueError(_why_not(visible, gap if has_gap else back, has_gap))

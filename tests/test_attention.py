@@ -242,11 +242,16 @@ def test_compiled_code_refuses_a_soft_cap_that_a_backend_lacks() -> None:
         (dict.fromkeys("kv", Q[:1]), "k has shape"),
         ({"v": Q[:, :4]}, "v has shape"),
         ({"k": Q.bfloat16()}, "k is torch.bfloat16"),
+        (dict.fromkeys("qkv", Q.double()), "q is torch.float64"),
+        (dict.fromkeys("qkv", Q[:, :0]), "none of them 0"),
         ({"plan": ()}, "^plan is a tuple: expected a "),
         ({"scale": torch.nan}, "scale = nan: expected a finite number"),
         ({"softcap": -1.0}, "softcap = -1.0: expected 0 or a positive number"),
         ({"causal": "no"}, "causal = 'no': expected True or False"),
-        *(({"rounding_seed": x}, "^rounding_seed = .*: expected an int64 tensor") for x in (0, torch.tensor([0]))),
+        *(
+            ({"rounding_seed": x}, "^rounding_seed = .*: expected an int64 tensor")
+            for x in (0, torch.tensor([0]), torch.tensor(0.0))
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], reason: str) -> None:
@@ -256,6 +261,17 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], reason: s
     q, k, v = (named.pop(name) for name in "qkv")
     with pytest.raises(ValueError, match=reason):
         attention.run(q, k, v, **named)
+
+
+@pytest.mark.parametrize("spec", [{"preset": "standard"}, {"preset": "external", "kernel": "torch:math"}], ids=str)
+@pytest.mark.parametrize("settings", [{"causal": False}, {"causal": False, "scale": 0.0}, {"scale": 0.7}, {}], ids=str)
+def test_causal_and_scale_are_those_of_the_call(settings: dict[str, Any], spec: dict[str, str]) -> None:
+    (plan,) = AttentionConfig(default=AttentionSpec(**spec)).resolve(1, 3)  # type: ignore[arg-type]
+    q, k, v = Q, Q[:, :, :1].contiguous(), Q[:, :, 1:2, : 16 if "kernel" in spec else 8].contiguous()
+    o = attention.run(q, k, v, plan, rounding_seed=torch.tensor(0), **settings)
+    named = {"is_causal": settings.get("causal", True), "scale": settings.get("scale"), "enable_gqa": True}
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), **named)
+    torch.testing.assert_close(o.transpose(1, 2), expected)
 
 
 def test_forward_mode_is_refused() -> None:

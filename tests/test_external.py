@@ -45,6 +45,14 @@ def forgets_strides(q, k, v, causal, scale):
     q, k, v = (torch.as_strided(x, x.shape, torch.empty(x.shape).stride()) for x in (q, k, v))
     return torchs(q, k, v, is_causal=causal, scale=scale)
 
+def nan_gradients(q, k, v, causal, scale):
+    o = torchs(q, k, v, is_causal=causal, scale=scale)
+    o.register_hook(lambda do: do * float("nan"))
+    return o
+
+def nan(*given):
+    return torchs(*given[:3], is_causal=given[3], scale=given[4]) * float("nan")
+
 def no_backward(q, k, v, causal, scale):
     return torchs(q, k, v, is_causal=causal, scale=scale).detach()
 
@@ -128,6 +136,8 @@ def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place
         ("kernels_of_a_test:other_layout", "O is off by"),
         ("kernels_of_a_test:other_order", "expected (q, k, v, causal, scale) on [batch, "),
         ("kernels_of_a_test:forgets_strides", "O is off by"),
+        ("kernels_of_a_test:nan", "O is off by nan"),
+        ("kernels_of_a_test:nan_gradients", "gradients are not finite"),
         ("kernels_of_a_test:leaves", "it raises SystemExit: 0"),
         ("kernels_of_a_test:no_backward", "it raises RuntimeError: "),
         ("kernels_of_a_test:only_fp32", "NotImplementedError: FP32 alone in two lines BF16 is not deterministic."),

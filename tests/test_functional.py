@@ -330,6 +330,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a soft-cap that FP32 has not": ({"softcap": 1e-46}, "softcap = 1e-46"),
     "scale beyond FP32": ({"scale": 1e39}, r"scale = 1e\+39: expected a finite"),
     "five dimensions": ({"query": torch.stack([X] * 3), "key": torch.stack([X] * 2)}, "batches that broadcast"),
+    "a mask of five": (
+        {
+            **dict.fromkeys(("query", "key", "value"), torch.stack([X] * 2)),
+            "attn_mask": torch.ones(3, 1, 1, 8, 8).bool(),
+        },
+        r"attn_mask has shape \[3, 1, 1, 8, 8\]: expected batches that broadcast to \[2, ",
+    ),
+    "a backend of another device": ({"numerics": AttentionSpec(backend="flash_hopper")}, "flash_hopper"),
     "nested": ({"query": torch.nested.nested_tensor([X[0], X[1]])}, "query is nested or sparse"),
     "integers": ({"key": X.long()}, "key is torch.int64"),
     "dtypes that differ": ({"key": X.bfloat16()}, "expected one"),
@@ -573,6 +581,8 @@ AS_TORCH: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "a query of one head": (((3, 1, 8, 16), (3, 4, 6, 16), (3, 4, 6, 16)), {}),
     "no queries": (((2, 4, 0, 16), (2, 4, 6, 16), (2, 4, 6, 16)), {"is_causal": True}),
     "no keys": (((2, 4, 8, 16), (2, 4, 0, 16), (2, 4, 0, 16)), {}),
+    "a scale of 0": (((2, 4, 8, 16), (2, 4, 6, 16), (2, 4, 6, 16)), {"scale": 0.0}),
+    "three, grouped": (((4, 8, 16), (2, 6, 16), (2, 6, 16)), {"enable_gqa": True}),
 }
 
 

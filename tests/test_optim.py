@@ -146,6 +146,10 @@ def test_largest_logits_are_those_of_the_whole_causal_matrix(T: int) -> None:
     q, k = (torch.randint(-9, 10, (2, T, 3, 4), generator=generator).float() for _ in range(2))
     expected = causal_scores(q.transpose(1, 2), k.transpose(1, 2), 0.5).amax(dim=(0, 2, 3))
     assert torch.equal(largest_logits(q, k, scale=0.5), expected)
+    third = q / 3
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = largest_logits(third, k, scale=0.5)
+    assert torch.equal(under_autocast, largest_logits(third, k, scale=0.5))
 
 
 def test_after_the_clip_the_same_batch_has_its_largest_logit_at_tau() -> None:

@@ -97,6 +97,7 @@ def test_rounded_scores_are_counted_as_by_hand() -> None:
     q, k = operands(seed=3)
     s = round_to(scores(q, k).contiguous(), "m2")
     expected = ((s >= s.amax(dim=-1, keepdim=True) - 1e-3).sum(dim=-1) > 1).float().mean(dim=(0, 2))
-    measured = attention_statistics(q, k, scale=SCALE, scores_format="m2", chunk=T)["ties"]
-    assert torch.equal(measured, expected)
+    measured, exact = (attention_statistics(q, k, scale=SCALE, scores_format=f, chunk=T) for f in ("m2", "fp32"))
+    assert torch.equal(measured["ties"], expected)
+    assert torch.equal(measured["entropy"], exact["entropy"])
     assert (expected > 0).all()
