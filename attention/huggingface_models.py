@@ -7,11 +7,13 @@ itself, and whether it asks transformers' registry for it.
 
 import dis
 import functools
+import gc
 import re
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from .user_error import refuse
@@ -24,6 +26,8 @@ _FUSED = re.compile(
 )
 # A model that declares none of them may use its mask for more than attention, in the form that "eager" has (NLLB-MoE's router).
 _DECLARED = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+_CHECKED = "_checked_attention"
+"""Attribute of a model: the name of its attention when it was looked at, so that no call has to again."""
 
 
 class Traits(NamedTuple):
@@ -40,9 +44,12 @@ class Traits(NamedTuple):
 
 
 def guard() -> None:
-    """Have transformers' models looked at from now on; again changes nothing."""
+    """Have transformers' models looked at when they are made, switched and called; again reaches those made meanwhile."""
     from transformers import PreTrainedModel
 
+    for thing in gc.get_objects():  # models that were made before
+        if issubclass(type(thing), PreTrainedModel):
+            watch_calls(thing)
     if hasattr(PreTrainedModel.post_init, "looks_at_attention"):
         return
     post_init, switch = (getattr(PreTrainedModel, name) for name in ("post_init", "set_attn_implementation"))
@@ -50,7 +57,6 @@ def guard() -> None:
     @functools.wraps(post_init)
     def checked_post_init(model: Any, *arguments: Any, **settings: Any) -> Any:
         check(model)
-        watch_outputs(model)
         return post_init(model, *arguments, **settings)
 
     @functools.wraps(switch)
@@ -62,9 +68,6 @@ def guard() -> None:
         try:
             switch(model, attn_implementation, *arguments, **settings)
             check_switched(model, attn_implementation)
-            for part in model.modules():
-                if isinstance(part, PreTrainedModel):
-                    watch_outputs(part)
         except Exception:
             for config, name in zip(configs, before, strict=True):
                 config._attn_implementation_internal = name
@@ -130,18 +133,25 @@ def check(model: Any) -> None:
         for (module, config), own in zip(governed, traits, strict=True):
             if own.named:
                 _refuse(model, module, config, _name(config))
+    for part in model.modules():
+        if isinstance(part, transformers.PreTrainedModel):
+            setattr(part, _CHECKED, _name(part.config))
+            watch_calls(part)
 
 
-def watch_outputs(model: Any) -> None:
-    """Have calls of a model under one of our names refuse ``output_attentions``, which many models do not hand to their attention."""
-    config = getattr(model, "config", None)
-    if is_ours(_name(config)) and refuse_attentions not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
+def watch_calls(model: Any) -> None:
+    """Have each call of a model looked at, as its config can be given one of our names by hand."""
+    if look_at_call not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(look_at_call, with_kwargs=True)
 
 
-def refuse_attentions(model: Any, arguments: Any, settings: dict[str, Any]) -> None:
+def look_at_call(model: Any, arguments: Any, settings: dict[str, Any]) -> None:
+    """``ValueError`` for a model that ``check`` refuses, and for ``output_attentions``, which many do not hand to their attention."""
+    name = _name(model.config)
+    if name != getattr(model, _CHECKED, None) and is_ours(name):
+        torch.compiler.disable(check)(model)  # with fullgraph=True: switch by set_attn_implementation(name) instead
     asked = settings.get("output_attentions")
-    if (getattr(model.config, "output_attentions", False) if asked is None else asked) and is_ours(_name(model.config)):
+    if (getattr(model.config, "output_attentions", False) if asked is None else asked) and is_ours(name):
         refuse(True, f"{type(model).__name__}: output_attentions: expected False, it keeps no P; 'eager' does")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attention import huggingface_models
 from attention.huggingface import register
 
 transformers = pytest.importorskip("transformers", minversion="4.54")
@@ -17,6 +18,7 @@ SIZES = SMALL | {"intermediate_size": 48, "max_position_embeddings": 64}
 OWN: dict[str, Callable[[], Any]] = {
     "bloom": lambda: transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
     "falcon": lambda: transformers.FalconConfig(**SMALL),
+    "mpt": lambda: transformers.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4),
     "mpnet": lambda: transformers.MPNetConfig(**SIZES),
     "rwkv, no attention in its sense": lambda: transformers.RwkvConfig(**SMALL),
 }
@@ -36,6 +38,30 @@ def test_a_model_with_attention_of_its_own_is_neither_made_nor_switched(family: 
     with pytest.raises(ValueError, match=rf"^low-precision attention: {type(model).__name__}: "):
         model.set_attn_implementation(OURS)
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_a_model_whose_config_is_given_our_name_by_hand_is_refused_when_called(family: str, made: str) -> None:
+    model = transformers.AutoModel.from_config(OWN[family](), attn_implementation="eager")
+    if made == "before":
+        for module in model.modules():
+            module._forward_pre_hooks.clear()
+        register()
+    model.config._attn_implementation = OURS
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"{type(model).__name__}: its \w+ has attention code of its own"):
+            model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_a_model_with_a_good_config_changed_by_hand_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers.AutoModel.from_config(transformers.LlamaConfig(**SIZES), attn_implementation="eager")
+    model.config._attn_implementation, looks = OURS, []
+    monkeypatch.setattr(
+        huggingface_models, "traits_of", lambda x, f=huggingface_models.traits_of: looks.append(x) or f(x)
+    )
+    counts = [len(looks) for _ in range(3) if model(torch.zeros(1, 4, dtype=torch.int64))]
+    assert 0 < counts[0] == counts[2]
 
 
 class OwnAttention(nn.Module):
