@@ -8,6 +8,7 @@ itself, and whether it asks transformers' registry for it.
 import dis
 import functools
 import gc
+import inspect
 import re
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -169,15 +170,16 @@ def check_switched(model: Any, asked: Any) -> None:
             refuse(traits.registry, f"{what}: expected the model to be made or loaded with {asked!r}")
     else:
         for config, key in _configs(model):
-            wanted = asked
+            wanted: Any = asked
             for part in key.split(".") if key else ():
                 wanted = wanted.get(part) if isinstance(wanted, dict) else None
             wanted = wanted.get("") if isinstance(wanted, dict) else wanted
-            missed = (key or config is model.config) and is_ours(wanted) and _name(config) != wanted
-            refuse(
-                bool(missed),
-                f"{type(model).__name__}: transformers cannot switch its {key or 'attention'} to {wanted!r}",
-            )
+            if (key or config is model.config) and is_ours(wanted) and _name(config) != wanted:
+                for module, of_module, traits in reached:
+                    if of_module is config and traits.own:
+                        _refuse(model, module, config, wanted)
+                what = f"{type(model).__name__}: transformers cannot switch its {key or 'attention'} to {wanted!r}"
+                refuse(True, f"{what}: expected another for it, as 'eager'")
     able = [config for _, config, traits in reached if traits.registry]
     if not any(is_ours(_name(config)) for config in able):
         # A dict's "" is for the model's own config alone.
@@ -199,11 +201,20 @@ def _refuse(model: Any, module: nn.Module, config: Any, name: str) -> None:
         here = "eager" if any(config is one for one in own) else name
         return {"": here} | cures if cures else here
 
-    part = {"": name, "KEY_OF_ITS_CONFIG": "eager", "KEY_OF_EACH_OTHER_CONFIG": name}
     is_part = any(one is config and key for one, key in _configs(model))
-    cure = cured(model.config) if is_part else f"'eager' (as a part of another model: {part})"
+    cure = cured(model.config) if is_part else "'eager'"
+    if not is_part and _made_within_another(config):
+        cure = {"": name, "KEY_OF_ITS_CONFIG": "eager", "KEY_OF_EACH_OTHER_CONFIG": name}
     message = f"its {type(module).__name__} has attention code of its own, which never calls {name!r}"
     refuse(True, f"{type(model).__name__}: {message}: expected attn_implementation = {cure}")
+
+
+def _made_within_another(config: Any) -> bool:
+    """Whether a model of another kind of config is being made: only the calls that led here know it yet."""
+    from transformers import PreTrainedModel
+
+    makers = [call.frame.f_locals.get("self") for call in inspect.stack(0) if call.function == "__init__"]
+    return any(isinstance(one, PreTrainedModel) and type(one.config) is not type(config) for one in makers)
 
 
 def _governed(module: nn.Module, config: Any = None) -> Iterator[tuple[nn.Module, Any]]:
