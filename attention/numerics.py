@@ -30,7 +30,8 @@ LOW_FORMATS = tuple(
 """Formats below BF16: ``low_formats.py``."""
 KERNEL_SCALES = ("", "row", "mx", "nv")
 OF_TILES = ("probabilities", "probabilities_in_dv", "probability_gradients", "score_gradients")
-"""Operands that kernels have tile by tile: in ``LOW_FORMATS`` with ``KERNEL_SCALES`` alone, to nearest. Others they take rounded."""
+"""Operands that kernels have tile by tile: in ``LOW_FORMATS`` with ``KERNEL_SCALES`` alone, to nearest. Others they take rounded.
+They refuse an ``mx`` of P whose largest value may be just above or below 1: 2^floor(log2 a) jumps there."""
 OPERAND_FORMATS = (*FORMATS, *LOW_FORMATS)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 LARGEST_SCALE = 2.0**100

@@ -202,6 +202,11 @@ CANNOT: list[tuple[dict[str, Any], str, str]] = [
             ("score_gradients=e4m3_head", "block by block: score_gradients = 'e4m3_head', expected no scale, or row"),
             ("probabilities=int8_stochastic", "block by block: probabilities = 'int8_stochastic', expected no scale"),
             ("score_gradients=e5m2_row", "that of a tile, and it needs tile_k 16 or 32, not 512"),
+            (
+                "probabilities=e4m3_mx",
+                "the largest P is 1, not just below: exponent = 'fma', expected separate_multiply",
+            ),
+            ("probabilities_in_dv=int8_mx", "expected separate_multiply, or row_max_rounding = up with backward_pro"),
         )
     ),
     ({"preset": "standard", "sites": ("output_gradient=e4m3_row",)}, "no formats below BF16", "flash_reference"),

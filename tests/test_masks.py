@@ -244,7 +244,11 @@ ONE_P = ("backward_probabilities=forward", "divisor=rounded", "saved_statistics=
 @pytest.mark.parametrize("case", [FULL, replace(FULL, causal=True, T=40), replace(FULL, window=40)], ids=str)
 @pytest.mark.parametrize(
     "sites",
-    [("score_gradients=e5m2_row",), ("probabilities_in_dv=int8_mx",), ("probabilities=e4m3_row", *ONE_P)],
+    [
+        ("score_gradients=e5m2_row",),
+        ("probabilities_in_dv=int8_mx", "exponent=separate_multiply"),
+        ("probabilities=e4m3_row", *ONE_P),
+    ],
     ids=str,
 )
 def test_columns_that_pad_a_block_of_keys_have_no_part_in_a_scale(

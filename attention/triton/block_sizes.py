@@ -81,7 +81,7 @@ def boundaries_matter(n: Numerics) -> bool:
 
 
 def tile_obstacle(n: Numerics) -> str | None:
-    """Why the kernels cannot keep the tiles of ``n``, or None."""
+    """Why the kernels cannot keep the tiles of ``n``, or the scales that tiles have, or None."""
     if boundaries_matter(n) and n.tile_k % SMALLEST:
         return f"with these roundings tiles change values, and it needs tile_k divisible by {SMALLEST}, not {n.tile_k}"
     scales = {getattr(n, name).partition("_")[2] for name in OF_TILES if getattr(n, name) in LOW_FORMATS}
@@ -90,6 +90,12 @@ def tile_obstacle(n: Numerics) -> str | None:
     for scale, size in (("mx", 32), ("nv", 16)):
         if scale in scales and n.tile_k % size:
             return f"a scale of P, dP or dS counts {size} neighbors, and it needs tile_k divisible by {size}, not {n.tile_k}"
+    # The largest P of a row may be 1 + 2^-23 in the kernels, 1 - 2^-24 in the reference, as S differs in its last bit.
+    below_one = n.row_max_rounding == "up" and n.backward_probabilities == "forward"
+    of_p = (n.probabilities, n.probabilities_in_dv)
+    if any(fmt.endswith("_mx") for fmt in of_p) and n.exponent != "separate_multiply" and not below_one:
+        able = "separate_multiply, or row_max_rounding = up with backward_probabilities = forward"
+        return f"an mx scale of P doubles where the largest P is 1, not just below: exponent = {n.exponent!r}, expected {able}"
     if n.delta_error == "zero_sum" and any(getattr(n, name) in LOW_FORMATS for name in SITES):
         return "it has no delta_error zero_sum beside a format below BF16"
     return None
