@@ -7,8 +7,6 @@ itself, and whether it asks transformers' registry for it.
 
 import dis
 import functools
-import gc
-import inspect
 import re
 from collections.abc import Iterator
 from types import CodeType, FunctionType
@@ -45,12 +43,9 @@ class Traits(NamedTuple):
 
 
 def guard() -> None:
-    """Have transformers' models looked at when they are made, switched and called; again reaches those made meanwhile."""
+    """Have transformers' models that are made from now on looked at when made and called, all when switched; again changes nothing."""
     from transformers import PreTrainedModel
 
-    for thing in gc.get_objects():  # models that were made before
-        if issubclass(type(thing), PreTrainedModel):
-            watch_calls(thing)
     if hasattr(PreTrainedModel.post_init, "looks_at_attention"):
         return
     post_init, switch = (getattr(PreTrainedModel, name) for name in ("post_init", "set_attn_implementation"))
@@ -202,19 +197,9 @@ def _refuse(model: Any, module: nn.Module, config: Any, name: str) -> None:
         return {"": here} | cures if cures else here
 
     is_part = any(one is config and key for one, key in _configs(model))
-    cure = cured(model.config) if is_part else "'eager'"
-    if not is_part and _made_within_another(config):
-        cure = {"": name, "KEY_OF_ITS_CONFIG": "eager", "KEY_OF_EACH_OTHER_CONFIG": name}
+    cure = cured(model.config) if is_part else "'eager' (within a larger model by a dict: docs/huggingface.md)"
     message = f"its {type(module).__name__} has attention code of its own, which never calls {name!r}"
     refuse(True, f"{type(model).__name__}: {message}: expected attn_implementation = {cure}")
-
-
-def _made_within_another(config: Any) -> bool:
-    """Whether a model of another kind of config is being made: only the calls that led here know it yet."""
-    from transformers import PreTrainedModel
-
-    makers = [call.frame.f_locals.get("self") for call in inspect.stack(0) if call.function == "__init__"]
-    return any(isinstance(one, PreTrainedModel) and type(one.config) is not type(config) for one in makers)
 
 
 def _governed(module: nn.Module, config: Any = None) -> Iterator[tuple[nn.Module, Any]]:

@@ -31,12 +31,12 @@ def _registered() -> None:
 
 @pytest.mark.parametrize("family", OWN)
 def test_a_model_with_attention_of_its_own_is_neither_made_nor_switched(family: str) -> None:
-    reason = r"^low-precision attention: \w+: its .*(its own, which never calls|attention classes has no).*expected (attn.* = )?'eager'$"
+    reason = r"^low-precision attention: \w+: its .*(its own, which never calls|attention classes has no).*expected (attn.* = )?'eager'"
     with pytest.raises(ValueError, match=reason):
         transformers.AutoModel.from_config(OWN[family](), attn_implementation=OURS)
     model = transformers.AutoModel.from_config(OWN[family](), attn_implementation="eager")
     cannot = (
-        "(no part|transformers cannot)" if "rwkv" in family else r"its \w+ has attention code of its own.* = 'eager'$"
+        "(no part|transformers cannot)" if "rwkv" in family else r"its \w+ has attention code of its own.* = 'eager' "
     )
     for asked in (OURS, {"": OURS}):
         with pytest.raises(ValueError, match=rf"^low-precision attention: {type(model).__name__}: {cannot}"):
@@ -45,13 +45,8 @@ def test_a_model_with_attention_of_its_own_is_neither_made_nor_switched(family: 
 
 
 @pytest.mark.parametrize("family", OWN)
-@pytest.mark.parametrize("made", ["before", "after"])
-def test_a_model_whose_config_is_given_our_name_by_hand_is_refused_when_called(family: str, made: str) -> None:
+def test_a_model_whose_config_is_given_our_name_by_hand_is_refused_when_called(family: str) -> None:
     model = transformers.AutoModel.from_config(OWN[family](), attn_implementation="eager")
-    if made == "before":
-        for module in model.modules():
-            module._forward_pre_hooks.clear()
-        register()
     model.config._attn_implementation = OURS
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"{type(model).__name__}: its \w+ has attention code of its own"):
@@ -142,12 +137,12 @@ def llava(vision: Any, **settings: Any) -> Any:
 def test_a_part_that_cannot_have_it_is_named_with_what_to_use_and_that_works() -> None:
     own = transformers.VitDetConfig(**(SMALL | {"num_hidden_layers": 1}), image_size=16, patch_size=8)
     with pytest.raises(
-        ValueError, match=r"VitDetModel: its VitDetAttention .* 'KEY_OF_ITS_CONFIG': 'eager', 'KEY_OF_E"
+        ValueError, match=r"VitDetModel: its VitDetAttention .* 'eager' \(within a larger model by a dict"
     ):
         llava(own, attn_implementation=OURS)
     use = {"": OURS, "text_config": OURS, "vision_config": "eager"}
     made, switched = llava(own, attn_implementation=use), llava(own, attn_implementation="eager")
-    with pytest.raises(ValueError, match=r"its VitDetAttention .*'(vision_config|KEY_OF_ITS_CONFIG)': 'eager'"):
+    with pytest.raises(ValueError, match=r"its VitDetAttention .*('vision_config': 'eager'|'eager' \(within)"):
         switched.set_attn_implementation(OURS)
     assert switched.config.text_config._attn_implementation == "eager"
     switched.set_attn_implementation(use)
