@@ -549,6 +549,7 @@ class Asks(nn.Module):
 
 CAUSAL = torch.ones(1, 1, T, T, dtype=torch.bool).tril()
 KEPT = torch.arange(T) < torch.tensor([T, 5, 9])[:, None]
+UNPADDED = KEPT[:, None, None] & KEPT[:, None, :, None]
 
 
 @pytest.mark.parametrize(
@@ -557,14 +558,21 @@ KEPT = torch.arange(T) < torch.tensor([T, 5, 9])[:, None]
         (None, {}, CAUSAL),
         (None, {"is_causal": False, "other": None}, None),
         (None, {"sliding_window": 4}, CAUSAL.triu(-3)),
-        (KEPT.long(), {}, KEPT[:, None, None]),
+        (None, {"is_causal": False, "sliding_window": 4}, CAUSAL.triu(-3) | CAUSAL.triu(-3).mT),
+        (None, {"is_causal": None}, CAUSAL[..., 9:, :]),
+        (KEPT.long(), {"is_causal": False}, UNPADDED),
+        (KEPT.long(), {}, CAUSAL & UNPADDED),
+        (KEPT, {"sliding_window": 4}, CAUSAL.triu(-3) & UNPADDED),
+        (KEPT.flip(1), {}, (CAUSAL & UNPADDED.flip(2, 3))[..., 9:, :]),
         (CAUSAL, {"sliding_window": 4, "position_ids": torch.tensor([[1, 0]])}, CAUSAL),
     ],
 )
 def test_the_mask_that_transformers_hands_over_is_read(mask: Tensor | None, more: Any, shown: Tensor | None) -> None:
+    """No mask, or one of padding, is of flash kernels: the last query, of as many as ``shown`` has, stands at the last key."""
     transformers = pytest.importorskip("transformers")
     transformers.AttentionInterface.register("own", lambda _, q, k, *rest, **more: ((q @ k.mT @ k).transpose(1, 2),))
     q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
+    q = q if shown is None else q[:, :, -shown.shape[-2] :]
     with watch(model := Asks(), sequences=B, say=lambda line: None) as seen:
         model(q.requires_grad_(), k, mask, **more).sum().backward()
     looks = (seen.record, record_of(q, k, sequences=B, scale=0.5, attn_mask=shown))

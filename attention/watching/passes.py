@@ -202,6 +202,10 @@ def plain_mask(call: dict[str, Any], device: torch.device) -> Tensor | None:
     A floating one of our attention becomes bool: what torch's function adds, it hides, also from a row that sees no key.
     """
     mask = call["attn_mask"]
+    if isinstance(
+        mask, functools.partial
+    ):  # of flash attention; made here, where memory that does not suffice ends no training
+        return mask(device)
     if isinstance(mask, CausalBias):  # its own storage is never written
         return mask._materialize(device)
     if mask is not None and type(mask) not in (Tensor, nn.Parameter):
@@ -306,6 +310,26 @@ def _swapped(o: Tensor) -> Tensor:
     return o.transpose(1, 2)
 
 
+def _seen_by_flash(
+    kept_BS: Tensor | None, T: int, S: int, causal: bool, window: int | None, device: torch.device
+) -> Tensor:
+    """The mask of flash kernels, which get at most which tokens are no padding. The last query stands at the last key.
+
+    The same tokens are padding as queries, and give zeros.
+    """
+    keys = S if kept_BS is None else kept_BS.shape[1]  # of a static cache those that are filled
+    shown = torch.ones(T, S, dtype=torch.bool, device=device)
+    if causal:
+        shown = shown.tril(keys - T)
+    if window:
+        shown = shown.triu(keys - T + 1 - window).tril(keys - T - 1 + window)
+    if kept_BS is None:
+        return shown
+    kept = kept_BS.bool()
+    as_keys, as_queries = functional.pad(kept, (0, S - keys)), functional.pad(kept, (T - keys, 0))
+    return shown & as_keys[:, None, None] & as_queries[:, None, :, None]
+
+
 def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *more: Any, **named_too: Any
@@ -321,13 +345,16 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
             weights.extend(rest)
             return _swapped(o)
 
-        padding = mask
-        if isinstance(mask, Tensor) and mask.ndim == 2:  # flash kernels' own: which keys are no padding
-            with _disable_current_modes():
-                padding = mask[:, None, None, : k.shape[2]].bool()
-        causal = mask is None and q.shape[2] > 1 and named_too.get("is_causal", getattr(module, "is_causal", True))
+        shown: Any = mask
+        causal, window = named_too.get("is_causal"), named_too.get("sliding_window")
+        if causal is None:
+            causal = getattr(module, "is_causal", True)
+        T, S = q.shape[2], k.shape[2]
+        window = window if window and window < S else None
+        if (isinstance(mask, Tensor) and mask.ndim == 2) or (mask is None and (window or (causal and T != S))):
+            shown = functools.partial(_seen_by_flash, mask, T, S, causal, window)
         dropout, scale = named_too.get("dropout", 0.0), named_too.get("scaling")
-        call = named(q, k, v, padding, dropout, bool(causal), scale, True)
+        call = named(q, k, v, shown, dropout, bool(causal and shown is None), scale, True)
         if mask is None or mask.ndim == 4:
 
             def kernel(q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, scale: float, **_: Any) -> Tensor:
@@ -338,11 +365,7 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
 
             call["kernel"] = kernel
         call["ours"] = hasattr(function, "rounded_as")
-        window, call["softcap"] = named_too.get("sliding_window"), named_too.get("softcap") or 0.0
-        if causal and window and window < k.shape[2]:
-            with _disable_current_modes():
-                visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-                call["attn_mask"] = visible.triu(1 - window)
+        call["softcap"] = named_too.get("softcap") or 0.0
 
         def seen_by(looking: Pass | None, *qkv: Tensor) -> Tensor:
             if looking is None:
