@@ -477,7 +477,7 @@ class TorchsLayer(nn.Module):
         return x + self.attention(x, x, x, need_weights=self.weights)[0]
 
 
-KINDS = ("plain", "blocks checkpointed", "compiled", "checkpointed", "checkpointed by hooks")
+KINDS = ("plain", "blocks checkpointed", "compiled blocks", "compiled", "checkpointed", "checkpointed by hooks")
 
 
 def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.device, tmp_path: Path) -> None:
@@ -485,7 +485,9 @@ def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.dev
     looks, x = [], data().to(device).requires_grad_()
     for kind in KINDS:
         model = Model().to(device)
-        model.checkpointed = kind == "blocks checkpointed"
+        model.checkpointed = "blocks" in kind
+        for block in model.blocks if kind == "compiled blocks" else ():
+            block.compile(backend="aot_eager")
         called: Any = model
         if kind == "compiled":
             with warnings.catch_warnings(action="ignore"):  # said by the first compilation of a process on a GPU
@@ -501,6 +503,19 @@ def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.dev
     assert len(looks) == len(KINDS)
     assert all(look == looks[0] for look in looks)
     assert len(looks[0]["dq_error"]) == 2
+
+
+@pytest.mark.parametrize("counted_by", ["forward passes", "optimizer"])
+def test_what_is_compiled_runs_uncompiled_until_checkpointing_can_call_it_no_more(counted_by: str) -> None:
+    model = Model()
+    model.checkpointed, optimizer = True, torch.optim.SGD(model.parameters())
+    before = state_of_the_process()
+    with watch(model, optimizer=optimizer if counted_by == "optimizer" else None, say=lambda line: None):
+        for loss in [model(data()) for _ in range(2)]:
+            assert state_of_the_process() != before
+            loss.backward()
+        model(data()) if counted_by == "forward passes" else optimizer.step()
+        assert state_of_the_process() == before
 
 
 def llama(implementation: str, layers: int = 2) -> nn.Module:

@@ -64,6 +64,10 @@ class Pass(TorchFunctionMode):
         self._around: list[tuple[str, int]] = []
         """Modules that look like attention and are running, the innermost last; each with the calls that were seen before it."""
         self.over = False
+        self.recomputed = False
+        """Checkpointing will run some of it again, in the backward pass, and expects to find what it found."""
+        self.uncompiled = ExitStack()
+        """While it is open, so is the compiler's stance."""
         self.outer: Pass | None = None
         """That of another watch, around this one."""
         self._thread, self._of_process, self._of_thread = threading.get_ident(), ExitStack(), ExitStack()
@@ -72,7 +76,7 @@ class Pass(TorchFunctionMode):
         """``names``: find out which modules hide their attention. Raises ``ValueError`` where the pass is being compiled."""
         try:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled; what is hides its calls
-                self._of_process.enter_context(_uncompiled())
+                self.uncompiled.enter_context(_uncompiled())
             self._of_process.enter_context(_hugging_face(model))
             if names:
                 for name, module in model.named_modules():
@@ -97,11 +101,13 @@ class Pass(TorchFunctionMode):
         if threading.get_ident() == self._thread:
             self._of_thread.close()
         self._of_process.close()
+        self.uncompiled.close()
 
     # ---- calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.recomputed |= within_checkpoint()
         if func is functional.multi_head_attention_forward and not self.over:
             return self._torchs_module(func, args, kwargs)
         if func not in (TORCHS, scaled_dot_product_attention):
@@ -159,6 +165,12 @@ class Pass(TorchFunctionMode):
             named = any(f"{other}.".startswith(f"{name}.") for other in self.hidden)
             if self.seen == before and not named:
                 self.hidden.append(name)
+
+
+def within_checkpoint() -> bool:
+    """Whether what runs now is kept by non-reentrant activation checkpointing."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("_CURRENT", default=None)

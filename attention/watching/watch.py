@@ -37,7 +37,7 @@ from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, RATES, STEPS, GrowthAlarm, Gro
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look, of_this_call
 from .measure import as_lists
-from .passes import COMPILED, QKV, Hook, Pass, plain_mask
+from .passes import COMPILED, QKV, Hook, Pass, plain_mask, within_checkpoint
 
 SHOWN = 8
 """Modules named in a line."""
@@ -89,6 +89,8 @@ class Watch:
         self._local = threading.local()
         self._seeing: set[Pass] = set()
         """Passes of all threads."""
+        self._uncompiled = contextlib.ExitStack()
+        """What a look's backward pass runs again has to run uncompiled, too: until the step, or without an optimizer the next pass."""
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(Hook(self._begin)),
             model.register_forward_hook(Hook(self._end), always_call=True),
@@ -137,6 +139,7 @@ class Watch:
             while self._seeing:
                 self._cut_short(self._seeing.pop())
             self._write()
+            self._uncompiled.close()
             self._close_log()
 
     def _close_log(self) -> None:
@@ -175,6 +178,7 @@ class Watch:
     def _stepped(self, *_: Any) -> None:
         with self._lock:
             self._write()
+            self._uncompiled.close()
             self._step += 1
             self._clock += self._rate()
 
@@ -189,12 +193,14 @@ class Watch:
         if interrupted is not None and interrupted.seeing is not None:  # torch ran no hook at its end, as after Ctrl-C
             self._cut_short(interrupted.seeing)
         # Activation checkpointing calls the model again in the backward pass; a reentrant one had no gradients before.
-        again = torch._C._current_graph_task_id() != -1 and _within_checkpoint()
+        again = torch._C._current_graph_task_id() != -1 and within_checkpoint()
         forward = self._local.forward = _Forward(model.training and torch.is_grad_enabled() and not again)
         if not forward.counts:
             return
         with self._lock:
             self._passes += 1
+            if self._counts and self._look is None:  # else gradients are still to come
+                self._uncompiled.close()
             if self._gap:
                 self._clock, self._gap = self._clock + self._gap * self._rate(), 0
                 if not self._clock > 0 and self._warm_up < sys.maxsize:  # of a process that judges
@@ -242,8 +248,11 @@ class Watch:
         if (seeing := forward.seeing) is not None and failed:
             self._cut_short(seeing)
         elif seeing is not None:
-            seeing.close()
             with self._lock:
+                if seeing.recomputed:
+                    before, self._uncompiled = self._uncompiled, seeing.uncompiled.pop_all()
+                    before.close()
+                seeing.close()
                 self._seeing.discard(seeing)
             self._saw(seeing)
         if self._counts and not failed:
@@ -474,11 +483,6 @@ def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | 
         if not right:
             wrong = {"k": k, "v": v, "o": q if o is None else o}[name]
             raise ValueError(f"{name} = {list(wrong.shape)}: expected a shape that fits q {list(q.shape)}, {layout}")
-
-
-def _within_checkpoint() -> bool:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _require(right: bool, name: str, value: object, expected: str) -> None:
