@@ -717,6 +717,16 @@ def test_a_nan_that_a_kernel_made_is_told_from_the_models_own(kernel: bool, fact
     assert len(warned) == made
 
 
+def test_a_ds_that_fp16_cannot_hold_is_no_mistake_of_the_kernel() -> None:
+    """As behind a loss scale; dQ itself would fit."""
+    q, k, v, do = torch.randn(4, 1, H, T, D, generator=torch.Generator().manual_seed(0))
+    q, k, v, do = (x.half().requires_grad_() for x in (q, k / 20, v * 4, do * 8000))
+    with watch(model := Attends(), say=lambda line: None) as seen:
+        model(q, k, v, is_causal=True).backward(do)
+    assert not q.grad.isfinite().all()
+    assert seen.record["nan_made"] == [[0.0] * H]
+
+
 def test_the_module_inside_a_compiled_one_is_refused_in_one_line() -> None:
     torch.compiler.reset()
     model = Growing(1.0)

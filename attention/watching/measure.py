@@ -188,8 +188,9 @@ def measure(call: Call) -> dict[str, Tensor]:
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
                 delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)
-                found |= {"delta": delta, "error": from_o - delta}
-                dq[:, :, chosen] = call.scale * (p * (dp - delta[..., None]) * slope) @ k[:, :, : s.shape[-1]]
+                ds = p * (dp - delta[..., None]) * slope
+                found |= {"delta": delta, "error": from_o - delta, "ds": ds.abs().amax(dim=-1)}
+                dq[:, :, chosen] = call.scale * ds @ k[:, :, : s.shape[-1]]
             for name, value in found.items():
                 # A row that may see no key, as of padding, has no softmax.
                 rows.setdefault(name, []).append(value.where(largest != -math.inf, -math.inf if name == "max" else 0.0))
@@ -215,7 +216,8 @@ def measure(call: Call) -> dict[str, Tensor]:
             columns["dq_error"] = _over(wrong, exact.norm())
         read = torch.stack([x.isfinite().all() for x in (q, k, v, o, call.do_BHTD) if x is not None]).all()
         if do is not None:  # what its dtype cannot hold, as behind a loss scale in FP16, is no mistake of the kernel
-            read &= dq.abs().amax() <= torch.finfo(call.dq_BHTD.dtype).max
+            largest_ds = max(1.0, abs(call.scale)) * whole["ds"].amax()  # kernels round dS before its scale, or after
+            read &= torch.maximum(dq.abs().amax(), largest_ds) <= torch.finfo(call.dq_BHTD.dtype).max
         columns["nan_made"] = (read & ~call.dq_BHTD.isfinite().all(dim=-1).all(dim=-1).all(dim=0)).float()
     return columns
 
