@@ -216,6 +216,13 @@ def test_a_mask_of_an_fp64_model_is_added_in_fp32() -> None:
     assert all(0 < error < 1e-5 for error in record_of(q, q * 1.0, attn_mask=mask)["dq_error"][0])
 
 
+def test_a_bias_is_rounded_where_autocast_rounds_it() -> None:
+    q, k, bias = torch.randn(3, B, H, T, T, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        looks = [record_of(q.requires_grad_(), k, attn_mask=x) for x in (bias + 9, (bias + 9).bfloat16().float())]
+    assert looks[0] == looks[1]
+
+
 @pytest.mark.parametrize("bias", [causal_upper_left(T, T), causal_lower_right(T, T)], ids=["upper left", "lower right"])
 def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
     """A tensor whose own storage is never written."""
