@@ -449,6 +449,13 @@ def test_an_optimizer_whose_steps_cannot_be_counted_is_refused() -> None:
         watch(Model(), optimizer=Around(None))
 
 
+def test_an_optimizer_without_a_learning_rate_as_of_relative_steps_is_refused() -> None:
+    optimizer = torch.optim.SGD((model := Model()).parameters())
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ValueError, match=r"^watch: optimizer = 'SGD': expected one whose groups all have a learning"):
+        watch(model, optimizer=optimizer)
+
+
 @pytest.mark.parametrize("every", [1, 100])
 @pytest.mark.parametrize("order", [(), (0, 0), (1, 0)])
 def test_any_order_of_passes_is_watched(order: tuple[int, ...], every: int, tmp_path: Path) -> None:

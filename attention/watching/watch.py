@@ -548,6 +548,8 @@ def watch(
     _require(isinstance(log, str | Path | None), "log", log, "a path or None")
     _require(isinstance(optimizer, torch.optim.Optimizer | None), "optimizer", optimizer, "an optimizer or None")
     optimizer = _within(optimizer)
+    rated = optimizer is None or all(group.get("lr") is not None for group in optimizer.param_groups)
+    _require(rated, "optimizer", type(optimizer).__name__, "one whose groups all have a learning rate, or None")
     _require(isinstance(rule, GrowthRule | None), "rule", rule, "a GrowthRule or None")
     _require(wandb is None or callable(getattr(wandb, "log", None)), "wandb", wandb, "a W&B run or None")
     processes = torch.distributed.is_available() and torch.distributed.is_initialized()
