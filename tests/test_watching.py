@@ -9,6 +9,7 @@ import math
 import pickle
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
@@ -868,6 +869,7 @@ OWN_FAILURES = {
     "W&B": ({"wandb": type("Run", (), {"log": raises})()}, "RuntimeError: planted"),
     "say": ({"say": raises}, "RuntimeError: planted"),
     "measure": ({}, "measuring failed, and the training goes on"),
+    "open": ({}, "measuring failed, and the training goes on: RuntimeError: planted"),
 }
 
 
@@ -876,8 +878,9 @@ def test_a_failure_of_its_own_is_one_warning_and_moves_no_weight(name: str, monk
     """In a measurement: as where the memory of a GPU does not suffice."""
     pytest.importorskip("wandb")
     train(plain := Model(), 4)
-    if name == "measure":
-        monkeypatch.setattr("attention.watching.look.measure", raises)
+    planted = {"measure": "look.measure", "open": "passes._hugging_face"}
+    if name in planted:
+        monkeypatch.setattr(f"attention.watching.{planted[name]}", raises)
     settings, said = OWN_FAILURES[name]
     with (
         pytest.warns(UserWarning, match=said) as found,
@@ -983,6 +986,15 @@ def test_modules_whose_attention_is_not_seen_are_named(tmp_path: Path) -> None:
     with watch(alone := nn.Sequential(Own(0))), pytest.raises(ValueError, match=r"not seen: 0 \(Own\)"):
         alone(data())
     alone(data())  # the hooks are gone
+
+
+def test_a_scripted_module_like_attention_is_named_as_not_seen() -> None:
+    layers = OrderedDict(q_proj=nn.Linear(C, C), k_proj=nn.Linear(C, C))
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        model, said = nn.Sequential(torch.jit.script(nn.Sequential(layers)), Block()), []
+    with watch(model, every=1, say=said.append):
+        model(data()).sum().backward()
+    assert "not seen: 0 (" in said[0]
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -80,7 +80,11 @@ class Pass(TorchFunctionMode):
             self._of_process.enter_context(_hugging_face(model))
             if names:
                 for name, module in model.named_modules():
-                    if name and _is_like_attention(module):
+                    if not name or not _is_like_attention(module):
+                        continue
+                    if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks, and no mode sees its calls
+                        self.hidden.append(name)
+                    else:
                         for hook in (
                             module.register_forward_pre_hook(Hook(functools.partial(self._entered, name))),
                             module.register_forward_hook(Hook(self._left), always_call=True),

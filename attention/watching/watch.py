@@ -217,12 +217,14 @@ class Watch:
             if self._hidden is None:
                 self._warn_of_inference_paths(model)
             forward.seeing.open(model, names=self._hidden is None)
-        except ValueError as error:
-            if self._passes == 1:
+        except Exception as error:
+            refused = isinstance(error, ValueError)
+            if refused and self._passes == 1:
                 raise
             self._cut_short(forward.seeing)
             forward.seeing, self._looked_at = None, self._step
-            self._warn("compiled", str(error).removeprefix("watch: "))
+            failed = f"measuring failed, and the training goes on: {type(error).__name__}: {error}"
+            self._warn("open", str(error).removeprefix("watch: ") if refused else failed)
 
     def _warn_of_inference_paths(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
