@@ -1025,3 +1025,19 @@ def test_what_cannot_be_handed_over_is_refused() -> None:
     message = r"^watch: look: k = \[3, 24, 3, 16\]: expected a shape that fits q \[3, 24, 4, 16\], BTHD"
     with watch(model, every=1) as seen, pytest.raises(ValueError, match=message):
         model(data())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"causal": "no"}, "causal = 'no': expected True or False"),
+        ({"scale": math.nan}, "scale = nan: expected a finite number or None"),
+        ({"softcap": -3.0}, r"softcap = -3\.0: expected a finite number of 0 or more"),
+        ({"mask": torch.ones(T, T).long()}, r"mask is torch\.int64: expected a bool or floating tensor"),
+        ({"mask": torch.ones(T, 5)}, r"mask = \[24, 5\]: expected a shape that broadcasts to \[3, 4, 24, 24\]"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(setting: dict[str, Any], message: str) -> None:
+    model = Model(meddle=lambda: seen.look(*[torch.ones(B, T, H, D)] * 3, layout="BTHD", **setting))
+    with watch(model, every=1) as seen, pytest.raises(ValueError, match=f"^watch: look: {message}"):
+        model(data())

@@ -316,7 +316,7 @@ class Watch:
             causal: query t sees keys up to t.
             scale: of Q K^T; default 1 / sqrt(D).
             softcap: c > 0: the scores are c tanh(S / c).
-            mask: as torch's ``attn_mask``.
+            mask: as torch's ``attn_mask``, bool or floating, broadcast to [B, H, T, S].
 
         Raises ``ValueError`` for arguments that cannot be, in the first pass; later that is one warning.
         """
@@ -329,7 +329,7 @@ class Watch:
         number, seeing.seen, seeing.given = seeing.seen, seeing.seen + 1, seeing.given + (layer is not None)
         taken = seeing.look
         try:
-            _check_look(q, k, v, o, layer, layout)
+            _check_settings(_check_look(q, k, v, o, layer, layout), mask, causal, scale, softcap)
             if layer is not None and layer in taken:
                 raise ValueError(f"layer = {layer}: expected each layer once in a forward pass")
         except ValueError as error:
@@ -467,7 +467,8 @@ def _advice(logit: float) -> str:
     return f"; above {LARGE_LOGIT:,.0f}: run the control" if logit > LARGE_LOGIT else ""
 
 
-def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | None, layout: str) -> None:
+def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | None, layout: str) -> list[int]:
+    """Gives [B, H, T, S]."""
     if layout not in ("BHTD", "BTHD"):
         raise ValueError(f"layout = {layout!r}: expected one of BHTD, BTHD")
     if layer is not None and (type(layer) is not int or layer < 0):
@@ -487,6 +488,30 @@ def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | 
         if not right:
             wrong = {"k": k, "v": v, "o": q if o is None else o}[name]
             raise ValueError(f"{name} = {list(wrong.shape)}: expected a shape that fits q {list(q.shape)}, {layout}")
+    return [B, H, T, S]
+
+
+def _check_settings(shape: list[int], mask: Tensor | None, causal: bool, scale: float | None, softcap: float) -> None:
+    rights = {
+        "causal": (causal, isinstance(causal, bool), "True or False"),
+        "scale": (scale, scale is None or math.isfinite(_number(scale)), "a finite number or None"),
+        "softcap": (softcap, 0 <= _number(softcap) < math.inf, "a finite number of 0 or more"),
+    }
+    for name, (value, right, expected) in rights.items():
+        if not right:
+            raise ValueError(f"{name} = {value!r}: expected {expected}")
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ValueError(f"mask is {getattr(mask, 'dtype', type(mask).__name__)}: expected a bool or floating tensor")
+    if mask.ndim > 4 or any(size not in (1, n) for size, n in zip(mask.shape[::-1], shape[::-1], strict=False)):
+        raise ValueError(f"mask = {list(mask.shape)}: expected a shape that broadcasts to {shape}")
+
+
+def _number(x: Any) -> float:
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        return float(x)
+    return math.nan
 
 
 def _require(right: bool, name: str, value: object, expected: str) -> None:
