@@ -492,6 +492,12 @@ class TorchsLayer(nn.Module):
         return x + self.attention(x, x, x, need_weights=self.weights)[0]
 
 
+def test_torchs_module_has_row_residuals_inside_replace_sdpa() -> None:
+    with replace_sdpa("flash"), watch(model := TorchsLayer(weights=False), say=lambda line: None) as seen:
+        model(data()).square().mean().backward()
+    assert all(0 < residual < 0.01 for residual in seen.record["row_residual"][0])
+
+
 KINDS = ("plain", "blocks checkpointed", "compiled blocks", "compiled", "checkpointed", "checkpointed by hooks")
 
 

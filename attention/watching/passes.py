@@ -148,7 +148,8 @@ class Pass(TorchFunctionMode):
         """
 
         def attend(*args: Any, **settings: Any) -> Tensor:
-            return self.call(functional.scaled_dot_product_attention, args, settings)
+            with self:  # it is put away meanwhile, and what ``replace_sdpa`` put there calls ours, which is what to see
+                return functional.scaled_dot_product_attention(*args, **settings)
 
         if not isinstance(forward, types.FunctionType):
             return forward(*args, **kwargs)
