@@ -1003,6 +1003,15 @@ def test_a_scripted_module_like_attention_is_named_as_not_seen() -> None:
     assert "not seen: 0 (" in said[0]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_processes_only_the_first_says_what_is_not_seen(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    with watch(model := nn.Sequential(Block(), Own(1)), every=1, say=(said := Mock())):
+        model(data()).sum().backward()
+    assert bool(said.mock_calls) == (rank == 0)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_torch_layer_in_eval_mode_is_warned_of(training: bool) -> None:
     class Frozen(nn.Module):

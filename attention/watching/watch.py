@@ -112,7 +112,7 @@ class Watch:
         if not self._hooks or os.getpid() != self._process:
             return
         self._leave()
-        if self._passes and not self.record and self._warm_up < sys.maxsize:
+        if self._passes and not self.record:
             self._say(f"watch: no step was looked at (every = {self._every})")
         elif self._looked_at >= 0 and self._step - self._looked_at > 2 * self._every:
             self._say(f"watch: no step was looked at after {self._looked_at}: the model was compiled, or not called")
@@ -582,7 +582,7 @@ def watch(
     processes = torch.distributed.is_available() and torch.distributed.is_initialized()
     if processes and torch.distributed.get_rank():
         log = wandb = None
-        warm_up = sys.maxsize  # it never judges
+        say, warm_up = (lambda line: None), sys.maxsize  # it never judges
     earlier, back_to = [] if log is None else read_log(Path(log)), None
     if earlier:
         last = earlier[-1]["step"]
