@@ -219,9 +219,8 @@ def plain_mask(call: dict[str, Any], device: torch.device) -> Tensor | None:
     A floating one of our attention becomes bool: what torch's function adds, it hides, also from a row that sees no key.
     """
     mask = call["attn_mask"]
-    if isinstance(
-        mask, functools.partial
-    ):  # of flash attention; made here, where memory that does not suffice ends no training
+    # That of flash attention is made here, where memory that does not suffice ends no training.
+    if isinstance(mask, functools.partial):
         return mask(device)
     if isinstance(mask, CausalBias):  # its own storage is never written
         return mask._materialize(device)
