@@ -979,6 +979,17 @@ def test_attention_that_is_handed_over_is_measured_as_torchs(layout: str, compil
             torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5)
 
 
+class Mixer(nn.Module):
+    """Attention that no name tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.inner(x).mT).softmax(-1) @ x
+
+
 def test_modules_whose_attention_is_not_seen_are_named(tmp_path: Path) -> None:
     """And the model's file never answers NO."""
     file, said = tmp_path / "log", []
@@ -989,7 +1000,10 @@ def test_modules_whose_attention_is_not_seen_are_named(tmp_path: Path) -> None:
     assert ["not seen: 1.0 (Own), 2.attention (MultiheadAttention)" in line for line in said] == [True, False]
     assert (seen.record["hidden"], len(seen.record["dq_error"])) == (2, 2)
     assert verdict(file)[0].startswith("UNCLEAR: 2 attention layer(s)")
-    with watch(alone := nn.Sequential(Own(0))), pytest.raises(ValueError, match=r"not seen: 0 \(Own\)"):
+    with (
+        watch(alone := nn.Sequential(Own(0), Mixer())),
+        pytest.raises(ValueError, match=r"seen: 0 \(Own\), 1 \(Mixer\)"),
+    ):
         alone(data())
     alone(data())  # the hooks are gone
 

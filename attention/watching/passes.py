@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..functional import scaled_dot_product_attention
 from ..huggingface import HARMLESS
+from ..huggingface_models import traits_of
 from ..operators import TORCHS
 from .look import Look
 
@@ -229,14 +230,29 @@ def plain_mask(call: dict[str, Any], device: torch.device) -> Tensor | None:
     return mask == 0 if mask is not None and mask.is_floating_point() and call.get("ours") else mask
 
 
-_PAIRS = ("q_proj k_proj", "query key", "q_proj kv_proj", "to_q to_k", "to_q to_kv", "q k", "wq wk")
-_PROJECTIONS = [set(names.split()) for names in (*_PAIRS, "qkv", "qkv_proj", "wqkv", "c_attn", "query_key_value")]
+_PAIRS = (
+    "q_proj k_proj",
+    "query key",
+    "q_proj kv_proj",
+    "to_q to_k",
+    "to_q to_kv",
+    "q k",
+    "wq wk",
+    "q_lin k_lin",
+    "linear_q linear_k",
+)
+_PROJECTIONS = [
+    set(names.split())
+    for names in (*_PAIRS, "qkv", "qkv_proj", "to_qkv", "in_proj", "wqkv", "c_attn", "query_key_value")
+]
 
 
 def _is_like_attention(module: nn.Module) -> bool:
-    """Whether the name of the class, or what the module projects to, is that of attention; it must have a matrix."""
+    """Whether the name of the class, what the module projects to, or its code (a softmax beside products, a fused kernel) is that of
+    attention; it must have a matrix.
+    """
     children = {name.lower() for name, _ in module.named_children()}
-    if not re.search("attention|attn", type(module).__name__, re.IGNORECASE):
+    if not re.search("attention|attn", type(module).__name__, re.IGNORECASE) and not traits_of(module).own:
         return any(names <= children for names in _PROJECTIONS)
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
