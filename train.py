@@ -16,11 +16,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from errors import UserError, exit_on_user_error, trainer_packages
 from training.signals import EXIT_RESUME, PreemptionHandler, exit_while_importing
 
 if __name__ == "__main__":
     exit_while_importing()
+
+from errors import UserError, exit_on_user_error, trainer_packages
 
 with trainer_packages():
     import torch

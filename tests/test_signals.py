@@ -109,6 +109,22 @@ def test_a_signal_while_torch_is_imported_has_the_code_of_a_later_one(number: st
     assert run_alone(script).returncode == code
 
 
+def test_ctrl_c_at_the_first_own_import_is_no_traceback() -> None:
+    script = """
+import runpy, sys
+
+class Interrupts:
+    def find_spec(name, *_):
+        if name == "errors":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts)
+runpy.run_path("train.py", run_name="__main__")
+"""
+    done = run_alone(script)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_a_second_signal_ends_at_once_if_it_is_not_the_first_one_handed_on() -> None:
     script = """
 with signals.PreemptionHandler() as preemption:
