@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -230,13 +231,14 @@ ARGUMENTS = ["--run.name", "a", "--wandb.project", "two words"]
 PLAYED = {
     "scontrol": '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n" || echo "scontrol $*"',
     "srun": '[ "$1" = "--cpus-per-task=96" ] && shift && exec "$@"',
-    "torchrun": 'printf "%s\\n" "$@"; [ -z "$CODE" ] || echo "{\\"code\\": $CODE}" > "$RUN/exit.json"; exit 1',
+    "torchrun": 'printf "%s\\n" "$@"; [ -z "$CODE" ] || echo "{\\"code\\": $CODE}" > "$RUN/exit.json"; exit $STATUS',
     "python": f'exec {sys.executable} "$@"',
 }
 
 
-def slurm_job(folder: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A script that Slurm has copied elsewhere, as it does; it prints what torchrun and scontrol are told. The run ends with ``code``."""
+def slurm_job(folder: Path, code: str, *arguments: str, status: int = 1) -> subprocess.CompletedProcess[str]:
+    """A script that Slurm has copied elsewhere, as it does; it prints what torchrun and scontrol are told. The run ends with ``code``,
+    torchrun with ``status``."""
     for name, line in PLAYED.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)
@@ -254,15 +256,16 @@ def slurm_job(folder: Path, code: str, *arguments: str) -> subprocess.CompletedP
         "PATH": f"{folder}:/usr/bin:/bin",
         "RUN": str(run),
         "CODE": code,
+        "STATUS": str(status),
     }
     command = ["bash", str(script), *arguments, "--run.folder", str(run.parent)]
     return completed(command, env=environment() | variables)
 
 
-def told(folder: Path, code: str) -> list[str]:
+def told(folder: Path, code: str, status: int = 1) -> list[str]:
     (folder / "prints.py").write_text("from configs.gpt2_paper import config\nprint('loaded')\n")
-    done = slurm_job(folder, code, str(folder / "prints.py"), *ARGUMENTS)
-    assert done.returncode == 1, done.stderr
+    done = slurm_job(folder, code, str(folder / "prints.py"), *ARGUMENTS, status=status)
+    assert done.returncode == status, done.stderr
     return done.stdout.splitlines()
 
 
@@ -279,10 +282,14 @@ def test_torchrun_is_told_where_to_meet_and_a_run_that_asks_for_it_is_queued_aga
     assert requeue == "scontrol requeue 17"
 
 
-@pytest.mark.parametrize("code", ["", "2"])
-def test_a_run_that_ends_otherwise_is_not_queued_again(tmp_path: Path, code: str) -> None:
+def test_a_job_whose_torchrun_is_stopped_before_it_starts_a_process_is_queued_again(tmp_path: Path) -> None:
+    assert told(tmp_path, "", 128 + signal.SIGTERM)[-1] == "scontrol requeue 17"
+
+
+@pytest.mark.parametrize(("code", "status"), [("", 1), ("2", 1), ("2", 128 + signal.SIGTERM)])
+def test_a_run_that_ends_otherwise_is_not_queued_again(tmp_path: Path, code: str, status: int) -> None:
     """Neither for what the job before has left."""
-    assert told(tmp_path, code)[-1] == "auto"
+    assert told(tmp_path, code, status)[-1] == "auto"
 
 
 @pytest.mark.parametrize(
