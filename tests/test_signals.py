@@ -263,6 +263,7 @@ class Held:
         ("loop", signal.SIGKILL, "launcher", EXIT_RESUME),
         ("loop", signal.SIGTERM, "rank 1", EXIT_RESUME),
         ("loop", signal.SIGTERM, "launcher", EXIT_RESUME),
+        ("loop", signal.SIGHUP, "rank 1", EXIT_RESUME),
         ("imports", signal.SIGTERM, "launcher", EXIT_RESUME),
         ("loop", signal.SIGINT, "everybody", 130),
         ("start", signal.SIGINT, "everybody", 130),
