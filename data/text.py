@@ -3,7 +3,8 @@
 The rule. A line holding only ``<|endoftext|>`` ends a document, and so does the end of a file. The line end just before
 either belongs to neither document: ``a\\n<|endoftext|>\\nb\\n`` is the documents ``a`` and ``b``. A byte order mark at
 the start of a file is left out, and nothing else stripped. Documents of no bytes are left out. Every document gives its
-tokens, then the vocabulary's separator. A ``<|endoftext|>`` that is not alone on its line is text; a warning counts them.
+tokens, then the vocabulary's separator. A ``<|endoftext|>`` that is not alone on its line is text, and so is a byte order
+mark further on; a warning counts them.
 Text is UTF-8 for GPT-2's vocabulary, anything for byte tokens; a file with byte 0 is no text.
 """
 
@@ -71,7 +72,7 @@ def prepare_text(
     """Write the data set ``folder`` from ``source``; held-out text from ``val``, else every (1 / val_fraction)-th document
     (``VAL_FRACTION``).
 
-    Warns on stderr of marks that are text, of files with a byte order mark, and of what is left out of a folder.
+    Warns on stderr of marks that are text, of byte order marks, and of what is left out of a folder.
     ``UserError``: source missing or empty, text that the vocabulary cannot hold, a data set already there.
     """
     train_files = text_files(source)
@@ -215,6 +216,8 @@ def _pieces(paths: list[Path], odd: dict[Path, Counter[str]]) -> Iterator[Piece]
                     # No piece ends inside a mark, which holds no white space.
                     if marks := text.count(SEPARATOR_LINE):
                         found[f"{SEPARATOR_LINE.decode()} not alone on a line: they end no document"] += marks
+                    if marks := text.count(BYTE_ORDER_MARK):  # as of files that were joined
+                        found["byte order mark(s) within the text, which stay"] += marks
                     yield Piece(text, ends_document, place)
                     document += ends_document
             except (lzma.LZMAError, EOFError) as error:

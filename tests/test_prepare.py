@@ -279,6 +279,7 @@ def test_other_compressed_files_are_refused_by_what_they_are(tmp_path, compress,
         ("one<|endoftext|>\ntwo<|endoftext|>\nthree\n", {"not alone on a line": 2}),
         ("one\n<|endoftext|> \ntwo\n", {"not alone on a line": 1}),
         ("\ufeffone", {"byte order mark": 1}),
+        ("one\n\ufefftwo\n\ufeffthree", {"byte order mark(s) within the text": 2}),
     ],
 )
 def test_marks_that_are_text_are_counted(tmp_path, capsys, content, counts):
