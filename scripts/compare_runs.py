@@ -286,7 +286,9 @@ def cell(name: str, value: Any) -> str:
 
 def heading(name: str) -> str:
     words = [(r"max_logit_(\d+)", r"largest logit of layer \1"), (r"w_q_norm_(\d+)", r"W_Q norm of layer \1")]
-    words += [("max_logit_max", "largest logit"), ("w_q_norm_max", "W_Q norm"), ("(grad_norm)_largest", r"largest \1")]
+    # With run.log_every above 1 a larger one may lie between two logged steps.
+    words += [("max_logit_max", "largest logit"), ("w_q_norm_max", "W_Q norm")]
+    words += [("(grad_norm)_largest", r"largest logged \1")]
     words += [("(W_Q.*)_largest", r"largest \1"), ("_largest", "")]
     words += [("train_loss", "training loss"), ("val_loss", "validation loss"), ("grad_norm", "gradient norm")]
     for pattern, text in words:

@@ -60,8 +60,9 @@ def test_ends_and_where_runs_part_and_why_are_told(tmp_path: Path, capsys: pytes
 def test_a_run_of_nothing_but_nan_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", [math.nan] * 6, grad_norm=math.nan, val_loss=math.nan)
     compare(run, "--out", "none", "--at", 5, "--table", tmp_path / "table.csv")
-    # The largest gradient norm, and validation losses: the best and that of step 5.
-    assert "| run | flash (paper) | 42 | NaN at 0 | nan at 0 | nan | nan |\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| largest logged gradient norm | validation loss best | validation loss at 5 |\n" in shown
+    assert "| run | flash (paper) | 42 | NaN at 0 | nan at 0 | nan | nan |\n" in shown
     assert (tmp_path / "table.csv").read_text().endswith("NaN at 0,0,5,nan,0,nan,nan,nan\n")
 
 
