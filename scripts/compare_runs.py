@@ -97,7 +97,8 @@ def load(folder: Path) -> Run:
         content: dict[str, Any] = files.read_json(folder / "config.json")
         settings = content["config"]["run"]
         kinds = {int: [settings["seed"], settings["steps"]], str: [content["attention_name"]]}
-        kinds |= {dict: [content.get("batches") or {}], list: [content.get(x) or [] for x in ("sessions", "attention")]}
+        kinds |= {list: [content.get(x) or [] for x in ("sessions", "attention")]}
+        kinds |= {dict: [content.get("batches") or {}, *(content.get("sessions") or ())]}
         if any(not isinstance(value, kind) for kind, values in kinds.items() for value in values):
             raise TypeError
         switched = _switched(content, int(metrics.index.max()))
@@ -499,6 +500,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise invalid("--at", step, "a step at which one of the runs has a validation loss or a probe")
     lines = [data_sentence(runs)] if len(runs) > 1 else []
     lines += validation_sentence(runs) + [against(runs[0], run) for run in runs[1:]]
+    sessions = [(run.name, session) for run in runs for session in run.config.get("sessions") or ()]
+    lines += [f"{name}: {odd}." for name, session in sessions for odd in session.get("logs_changed", ())]
     lines += [f"Left out: {reason}." for reason in left_out]
     lines.append(curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience))
     print(markdown(table), *lines, sep="\n")

@@ -92,6 +92,13 @@ def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: 
     assert f"{same}; environment: device.processes: 1 -> 2." in shown
 
 
+def test_a_log_that_a_resume_found_changed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "a", [2.0] * 6) / "config.json"
+    sessions = {"sessions": [{}, {"logs_changed": ["metrics.jsonl: changed since S: line 3"]}]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sessions))
+    assert "\na: metrics.jsonl: changed since S: line 3.\n" in told(capsys, tmp_path / "a")
+
+
 ALL, ONE, REST = {"0": [0, 1], "1": [0, 1]}, {"0": [0]}, {"0": [1], "1": [0, 1]}
 ODD = f"delta x -> y, {', '.join(f's{i:02} x -> y' for i in range(11))} and 2 more"
 
@@ -144,6 +151,7 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, capsys:
         {"batches": [1]},
         {"attention_name": 3},
         {"sessions": 5},
+        {"sessions": [5]},
         {"attention": 5},
         {"switches": [7]},
     ],

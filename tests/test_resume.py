@@ -169,6 +169,9 @@ def test_a_changed_log_is_told_and_changes_no_weight(
     (said,) = (x for x in capsys.readouterr().err.splitlines() if "the weights do not depend on it" in x)
     at = run / "checkpoints/step_00000010"
     assert said.startswith(f"warning: {run / name}.jsonl: {told.format(at=at)}")
+    # The checkpoints from there on know the log only as it is now.
+    session = json.loads((run / "config.json").read_text())["sessions"][-1]
+    assert [f"{told}; " for told in session["logs_changed"]] == [f"{name}.jsonl: {told.format(at=at)}"]
 
 
 def test_a_resume_says_what_it_was_given_otherwise(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

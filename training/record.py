@@ -170,8 +170,9 @@ def check_logs(folder: Path) -> None:
             check_writable(path)
 
 
-def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
-    """What the run in ``folder`` had logged when it wrote the checkpoint, by file. A line that is gone or changed is a warning."""
+def logs_before(folder: Path, loaded: Loaded) -> tuple[dict[str, bytes], list[str]]:
+    """What the run in ``folder`` had logged when it wrote the checkpoint, by file; and what is gone or changed, of which it warns."""
+    odd = []
     contents = {
         name: text_of(line for line in read_lines(folder / name) if line["step"] < loaded.step).encode()
         for name in LOGS
@@ -185,7 +186,8 @@ def logs_before(folder: Path, loaded: Loaded) -> dict[str, bytes]:
             gone, then = len(written) - len(there), loaded.path
             what = f"{gone} lines from before {then} are gone, the first" if gone > 0 else f"changed since {then}"
             print(f"warning: {folder / name}: {what}: line {first}; the weights do not depend on it", file=sys.stderr)
-    return contents
+            odd.append(f"{name}: {what}: line {first}")
+    return contents, odd
 
 
 def log_digests(folder: Path, written: dict[str, list[str]]) -> dict[str, str]:

@@ -319,9 +319,12 @@ def open_folder(
         changes = record.settings_changed(folder, to_json(config), _earlier()), record.what_changed(content["sessions"])
         for changed in filter(None, changes):
             dist.print0(f"{folder}: {changed}")
+    logs, odd = ({}, []) if loaded is None else record.logs_before(folder, loaded)
+    if odd:  # the next checkpoint knows only the changed lines
+        content["sessions"][-1]["logs_changed"] = odd
     # W&B may fail to start, so it comes before any existing file is changed.
     wandb_run = start_wandb(folder, config.wandb, content)
-    record.write_record(folder, content, {} if loaded is None else record.logs_before(folder, loaded))
+    record.write_record(folder, content, logs)
     checkpoints.clear()
     if loaded is not None:
         checkpoints.set_aside(loaded.step)
