@@ -128,7 +128,7 @@ class Recorder:
         """
         written, _, _ = read_header(folder)
         own = asdict(header) | {"run_id": run_id}
-        for name, value in (asdict(written) | {"run_id": _run_id(folder)}).items():
+        for name, value in (asdict(written) | {"run_id": recorded_by(folder)}).items():
             if value != own[name]:
                 differ = f"its {name} is {value!r}, this run's is {own[name]!r}"
                 raise UserError(f"{folder}: {differ}: another run's recording (see replay_batches/README.md)")
@@ -245,7 +245,7 @@ def _empty_recording(folder: Path, source_run: str) -> Iterator[None]:
         raise taken from None
 
 
-def _run_id(folder: Path) -> str:
+def recorded_by(folder: Path) -> str:
     """Identity of the run that recorded there; "" if no run made the recording."""
     try:
         with files.open_file(folder / RUN_ID) as file:

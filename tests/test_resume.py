@@ -182,6 +182,16 @@ def test_a_resume_says_what_it_was_given_otherwise(place: Place, capsys: pytest.
     assert capsys.readouterr().out.count(said) == 1
 
 
+def test_a_replay_says_that_its_sums_have_another_order(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = place.recording("any_order")
+    place.train("any_order", {"run.steps": 2, "precision.fixed_sum_order": False, "data.record": recording})
+    for fixed in (True, False):
+        fields = {"run.steps": 2, "precision.fixed_sum_order": fixed, "data.replay": recording}
+        place.train(f"replays_{fixed}", fields)
+        said = f"{recording}: recorded with precision.fixed_sum_order False, this run has True: "
+        assert (said in capsys.readouterr().out) == fixed
+
+
 def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypatch: Patch) -> None:
     run = place.train("parts", {"run.steps": 10})
     first = json.loads((run / "config.json").read_text())

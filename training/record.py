@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import files
+from data.recording import recorded_by
 from errors import BusyError, UserError, invalid, on_disk
 from files import check_writable, json_text, read_json, write_all
 from training import distributed
@@ -332,6 +333,15 @@ def settings_changed(folder: Path, now: dict[str, Any], defaults: dict[str, Any]
     found = differences(content["config"], now, defaults)
     pairs = [f"{name} {before!r} -> {value!r}" for name, before, value in found if name != "run.resume"]
     return f"not as in its last session: {', '.join(pairs)}" if pairs else ""
+
+
+def config_that_recorded(recording: Path, folder: Path) -> dict[str, Any]:
+    """The settings of the run in ``folder`` if it made the recording, else none."""
+    with contextlib.suppress(UserError):
+        content = _read_record(folder)
+        if content.get("run_id", "") == recorded_by(recording):
+            return content.get("config", {})
+    return {}
 
 
 def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:

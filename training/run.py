@@ -319,6 +319,14 @@ def open_folder(
         changes = record.settings_changed(folder, to_json(config), _earlier()), record.what_changed(content["sessions"])
         for changed in filter(None, changes):
             dist.print0(f"{folder}: {changed}")
+    if config.data.replay:
+        source = folder.parent / batches.header.source_run
+        made = record.config_that_recorded(Path(config.data.replay), source) or to_json(config)
+        for name, before, value in record.differences(made, to_json(config), _earlier()):
+            if name == "precision.fixed_sum_order":
+                dist.print0(
+                    f"{config.data.replay}: recorded with {name} {before}, this run has {value}: losses may differ"
+                )
     logs, odd = ({}, []) if loaded is None else record.logs_before(folder, loaded)
     if odd:  # the next checkpoint knows only the changed lines
         content["sessions"][-1]["logs_changed"] = odd
