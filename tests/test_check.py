@@ -762,6 +762,14 @@ def test_a_kernel_that_no_class_can_be_tried_on_has_a_row_in_the_table(capsys: p
     assert "| `plain` | 32 | unverified |" in capsys.readouterr().out
 
 
+def test_the_table_says_why_a_kernel_is_unverified() -> None:
+    def raises(*call: Any) -> Tensor:
+        raise ValueError("heads: expected 8 | 16")
+
+    report = check_attention(raises, device="cpu", shape=SMALL, classes="gaussian")
+    assert "| unverified: ValueError: heads: expected 8 \\| 16 |" in table([report])
+
+
 def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flash", *RISKY, "--class", "odd_length"]) == 1
     text = capsys.readouterr().out

@@ -183,7 +183,10 @@ def table(reports: Sequence[Report]) -> str:
             for name, form in (("rows", ".1e"), ("ratio_dq", ".1f"), ("limit", ",.0f"))
         ]
         bits = "".join("yes" if same else "no" for same in measured.get("deterministic", []))
-        verdict = ": ".join([report.verdict, *[", ".join(report.found)] * bool(report.found)])
+        found = [*report.found]
+        if {case.verdict for case in report.cases} == {judge.UNVERIFIED}:
+            found = [report.cases[0].reason[:80].replace("|", "\\|")]  # a bar would end the cell
+        verdict = ": ".join([report.verdict, *[", ".join(found)] * bool(found)])
         dim = head_dim(report.cases[0], report) if report.cases else report.shape.D
         lines.append(f"| `{report.kernel}` | {dim} | {verdict} | {' | '.join(shown)} | {bits} |")
     return "\n".join(lines)
