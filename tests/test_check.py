@@ -809,6 +809,7 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
     ("arguments", "message"),
     [
         (["flahs"], "kernel = 'flahs': "),
+        (["flash_stochastic_o"], "kernel = 'flash_stochastic_o': expected none that draws at random, as no seed "),
         (["torch:falsh"], "kernel = 'torch:falsh': did you mean torch:flash?"),
         (
             ["no_such_module:f"],

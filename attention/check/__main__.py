@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..presets import PRESETS
 from ..user_error import OneLineParser, UserError, command_line
 from . import judge
 from .classes import Shape, require_shape
-from .kernels import KNOWN, find
+from .kernels import KNOWN, TRIED, find
 from .report import DTYPES, LENGTHS, MASKED, Report, check_attention, csv_of, device_of, reasons, side_by_side, table
 
 EXIT_CODES = {judge.SAFE: 0, judge.AT_RISK: 1, judge.WRONG: 1, judge.UNVERIFIED: 3}
@@ -24,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.HelpFormatter,
         description="Errors, row sums of dS, masks, determinism of an attention kernel, and a verdict for each class of inputs.",
         epilog=f"KERNEL: MODULE:FUNCTION, called as torch's scaled_dot_product_attention where it has is_causal, else as "
-        f"(q, k, v, causal, scale), on [batch, heads, length, head dim]; or one of {', '.join(KNOWN)}; or a preset: {', '.join(PRESETS)}. "
+        f"(q, k, v, causal, scale), on [batch, heads, length, head dim]; or one of {', '.join(KNOWN)}; or a preset: {', '.join(TRIED)}. "
         "Exit codes: 0 safe, 1 at risk or wrong, 2 usage, 3 unverified.",
     )
     parser.add_argument("kernels", metavar="KERNEL", nargs="*", help="of several, the exit code is that of the worst")

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torchs
 
 from ..functional import scaled_dot_product_attention as ours
+from ..functional import stochastic
 from ..mask import NO_MASK
 from ..numerics import LOW_FORMATS, SITES
 from ..operators import NAMESPACE
@@ -37,6 +38,8 @@ Call = Callable[..., Tensor]
 
 FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 """Modules of FlashAttention by its names here."""
+TRIED = [name for name in PRESETS if not stochastic(AttentionSpec(preset=name))]
+"""Presets of this package. The others draw at random: a sequence alone draws otherwise than in a batch."""
 SCALES = ("scale", "softmax_scale", "sm_scale")
 """A scale's names in a user's function."""
 
@@ -57,7 +60,8 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     A name is one of ``KNOWN``, a preset of this package, or ``module:function``, imported from the current folder, too. A function
     with a parameter ``is_causal``, or an ``nn.Module`` whose ``forward`` has it, is called as torch's ``scaled_dot_product_attention``,
     any other as ``(q, k, v, causal, scale)``, by name what it takes by name only. It gives o, or a tuple that begins with o. Raises
-    ``UserError`` for what is none of these, has ``causal`` or one of ``SCALES`` at another place, or binds them by ``functools.partial``.
+    ``UserError`` for what is none of these, draws at random, has ``causal`` or one of ``SCALES`` at another place, or binds them by
+    ``functools.partial``.
     """
     if callable(kernel):
         name = getattr(kernel, "__qualname__", " ".join(repr(kernel).split()))
@@ -65,6 +69,8 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
         return _users(name if "<" in name else f"{module}:{name}", kernel)
     if not isinstance(kernel, str):
         raise invalid("kernel", kernel, "a function, or a name")
+    if kernel in PRESETS and kernel not in TRIED:
+        raise UserError(f"kernel = {kernel!r}: expected none that draws at random, as no seed reaches it")
     if kernel in PRESETS or kernel in ALIASES:
         n = AttentionSpec(preset=unaliased(kernel)).resolve()
         if any(getattr(n, name) in LOW_FORMATS for name, site in SITES.items() if site.is_format):
@@ -77,7 +83,7 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
             return Kernel(kernel, None, f"cannot be imported: {told(error)}")
     module, colon, function = kernel.partition(":")
     if not (colon and module and function) or module in ("torch", *FLASH):
-        raise invalid("kernel", kernel, ("MODULE:FUNCTION", *KNOWN, *PRESETS))
+        raise invalid("kernel", kernel, ("MODULE:FUNCTION", *KNOWN, *TRIED))
     return _users(kernel, _imported(kernel, module, function))
 
 
