@@ -52,6 +52,8 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
             return WRONG, f"one-hot: O is off from V by {found['off']:.1e}"
         if found["limit"] >= FMA_LIMIT:
             return SAFE, ""
+        if not found["limit"]:  # an exponent is right at the smallest logit
+            return AT_RISK, f"one-hot: O is off from V by {found['off']:.1e} at any logit"
         return AT_RISK, f"exponent: one-hot rows have O = V to logits of {found['limit']:g} only"
     if name == "signs":
         if found["signed"] <= ROWS_AT_RISK:
