@@ -286,12 +286,14 @@ def nan_where_dv_is_0(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 CALLS = iter(range(1000))
 R = ("repeatability", "wrong")
-LAST_ROW = torch.tensor([SMALL.T + 12])
+LAST_ROW, KEY_0 = torch.tensor([SMALL.T + 12]), torch.tensor([0])
 # A kernel, the class that finds it, its verdict, and a word of the reason.
 SABOTAGED: list[tuple[Any, str, str, str]] = [
     (in_flash_attentions_layout, "gaussian", "wrong", "layout: O is right for"),
     (in_flash_attentions_layout_contiguous, "gaussian", "wrong", "layout: O is right for"),
     (tiled("delta of the next row"), "gaussian", "wrong", ""),
+    (spoiled(lambda _, __, dq, dk, dv: (1.02 * dq, dk, dv)), "gaussian", "wrong", "dq has 7 x plain's"),
+    (spoiled(lambda _, __, dq, dk, dv: (dq, dk.index_copy(2, KEY_0, dk[:, :, :1] / 2), dv)), "gaussian", "wrong", "dk"),
     (tiled("dQ added in BF16"), "cancelling_tiles", "at risk", ""),
     (tiled("last tile dropped"), "last_key", "wrong", ""),
     (tiled("mask off by one"), "mask_edges", "wrong", ""),
@@ -370,15 +372,20 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict", "size"),
-    [("padding", "wrong", "60"), ("window", "wrong", "60"), ("full", "wrong", "60"), ("peaked_100", "at risk", "60.0")],
+    ("name", "seen", "verdict", "reason"),
+    [
+        *((name, {"ratio_dk": 7.0}, "wrong", "errors: dk has 7 x plain's") for name in ("padding", "window", "full")),
+        ("full", {"ratio_dk": 5.0}, "at risk", "errors: dk has 5.0 x plain's"),
+        ("peaked_100", {"ratio_dk": 60.0}, "at risk", "errors: dk has 60.0 x plain's"),
+    ],
 )
-def test_an_error_that_nothing_enlarges_is_wrong(name: str, verdict: str, size: str) -> None:
+def test_what_is_seen_of_one_class_is_judged(name: str, seen: dict[str, float], verdict: str, reason: str) -> None:
     found = {
         f"{what}_{x}": 0.0 for what in ("error", "ratio", "size", "worst", "eager") for x in ("o", "dq", "dk", "dv")
     }
-    found |= {"from_eager_o": 0.0, "rows": 0.0, "ratio_dk": 60.0}
-    assert judge(name, found) == (verdict, f"errors: dk has {size} x plain's")
+    found |= {"from_eager_o": 0.0, "rows": 0.0, "bias_o": 0.0, **seen}
+    judged = judge(name, found)
+    assert (judged[0], judged[1].startswith(reason)) == (verdict, True), judged
 
 
 @pytest.mark.parametrize(
