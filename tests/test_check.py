@@ -377,6 +377,8 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
         *((name, {"ratio_dk": 7.0}, "wrong", "errors: dk has 7 x plain's") for name in ("padding", "window", "full")),
         ("full", {"ratio_dk": 5.0}, "at risk", "errors: dk has 5.0 x plain's"),
         ("peaked_100", {"ratio_dk": 60.0}, "at risk", "errors: dk has 60.0 x plain's"),
+        ("low", {"ratio_o": 4.0, "eager_o": 1.0, "from_eager_o": 0.4}, "at risk", "scores: O is off by 0.0e+00"),
+        ("low", {"ratio_o": 4.0, "eager_o": 1.0, "from_eager_o": 0.9}, "at risk", "errors: o has 4.0 x plain's"),
     ],
 )
 def test_what_is_seen_of_one_class_is_judged(name: str, seen: dict[str, float], verdict: str, reason: str) -> None:
