@@ -171,6 +171,12 @@ def with_exp2(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Te
     return ((p / p.sum(-1, keepdim=True)).to(v.dtype).float() @ v.float()).to(v.dtype)
 
 
+def cuts_o(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """O is rounded towards zero; its gradients are right."""
+    o = plain(q, k, v.float(), causal, scale)
+    return (o + ((o.detach().view(torch.int32) & -65536).view(torch.float32) - o.detach())).to(q.dtype)
+
+
 def hides_with(low: float) -> Callable[..., Tensor]:
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
@@ -294,6 +300,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("delta of the next row"), "gaussian", "wrong", ""),
     (spoiled(lambda _, __, dq, dk, dv: (1.02 * dq, dk, dv)), "gaussian", "wrong", "dq has 7 x plain's"),
     (spoiled(lambda _, __, dq, dk, dv: (dq, dk.index_copy(2, KEY_0, dk[:, :, :1] / 2), dv)), "gaussian", "wrong", "dk"),
+    (cuts_o, "values_of_one_sign", "at risk", "rounded to one side"),
     (tiled("dQ added in BF16"), "cancelling_tiles", "at risk", ""),
     (tiled("last tile dropped"), "last_key", "wrong", ""),
     (tiled("mask off by one"), "mask_edges", "wrong", ""),
@@ -379,13 +386,21 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
         ("peaked_100", {"ratio_dk": 60.0}, "at risk", "errors: dk has 60.0 x plain's"),
         ("low", {"ratio_o": 4.0, "eager_o": 1.0, "from_eager_o": 0.4}, "at risk", "scores: O is off by 0.0e+00"),
         ("low", {"ratio_o": 4.0, "eager_o": 1.0, "from_eager_o": 0.9}, "at risk", "errors: o has 4.0 x plain's"),
+        (
+            "values_of_one_sign",
+            {"bias_o": -1.2, "bias_o_se": 0.1},
+            "at risk",
+            "errors: rounded to one side: O is off by",
+        ),
+        ("values_of_one_sign", {"bias_o": -1.2, "bias_o_se": 0.2}, "safe", ""),
+        ("equal_keys", {"bias_o": -1.2, "bias_o_se": 0.1}, "safe", ""),
     ],
 )
 def test_what_is_seen_of_one_class_is_judged(name: str, seen: dict[str, float], verdict: str, reason: str) -> None:
     found = {
         f"{what}_{x}": 0.0 for what in ("error", "ratio", "size", "worst", "eager") for x in ("o", "dq", "dk", "dv")
     }
-    found |= {"from_eager_o": 0.0, "rows": 0.0, "bias_o": 0.0, **seen}
+    found |= {"from_eager_o": 0.0, "rows": 0.0, "bias_o": 0.0, "bias_o_se": 0.0, **seen}
     judged = judge(name, found)
     assert (judged[0], judged[1].startswith(reason)) == (verdict, True), judged
 
