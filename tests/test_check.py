@@ -458,6 +458,24 @@ def test_a_kernel_without_an_argument_for_masks_is_told_so_and_can_be_safe() -> 
     assert check_attention(tiled(), device="cpu", shape=SMALL, classes="window").verdict == "unverified"
 
 
+@pytest.mark.parametrize("fault", ["delta from a rounded O", ""])
+def test_a_kernel_without_a_causal_mask_is_told_how_to_be_tried(fault: str) -> None:
+    def encoders(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        if causal:
+            raise NotImplementedError("a causal mask")
+        return tiled(fault)(q, k, v, causal, scale)
+
+    with pytest.raises(AssertionError, match="\nif the kernel has no causal mask: --no-causal\n"):
+        assert_safe(encoders, unverified=True, device="cpu", shape=SMALL)
+    report = check_attention(encoders, device="cpu", shape=SMALL, causal=False)
+    assert (report.verdict, f"{SMALL}, not causal, " in report.text()) == ("at risk" if fault else "safe", True)
+    left = [name for name, why in report.not_tried.items() if why == "it is of a causal mask"]
+    assert left == [*PACKAGED, "mask_edges"]
+    assert [case.name for case in report.cases if case.verdict == "at risk"][:2] == ["common_part", "shared_direction"][
+        : 2 * bool(fault)
+    ]
+
+
 @pytest.mark.parametrize("kernel", ["flash", "flash_consistent"])
 def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     """The feature of the file that does nothing to the logits, here because q is 0 there, makes way; and dO is of a usual size."""

@@ -37,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--inputs", metavar="FILE.zip", help="only this, of capture(); may be repeated", **more)
     not_for = "the kernel is not for this (such as grouped): not tried where it raises; may be repeated"
     parser.add_argument("--without", metavar="CLASS", choices=reasons(), help=not_for, **more)
+    not_causal = "for a kernel without a causal mask: classes have none"
+    parser.add_argument("--no-causal", dest="causal", action="store_false", help=not_causal)
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")
     parser.add_argument("--json", metavar="FILE", help="write the report there, of several a list; -: only print this")
     parser.add_argument("--csv", metavar="FILE", help="write a row a kernel, head dim and class there")
@@ -129,6 +131,7 @@ def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
     quick = options.quick and not asked
     classes = QUICK if quick else asked
     chosen: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "shape": shape, "classes": classes}
+    chosen["causal"] = options.causal
     chosen["without"] = [*options.without, *(("grouped", *MASKED) if quick else ())]
     if sys.stderr.isatty():
         chosen["progress"] = lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr)

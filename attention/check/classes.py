@@ -208,8 +208,11 @@ CLASSES: dict[str, InputClass] = {
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
 
 
-def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str) -> Inputs:
-    """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device."""
+def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str, causal: bool = True) -> Inputs:
+    """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device.
+
+    Not ``causal``: made for a kernel without a causal mask. Captured inputs and masks stay as they are.
+    """
     if _is_captured(name):
         return _with_ones(_last_feature_least(captured(name)), dtype, device)
     chosen = CLASSES[name]
@@ -222,7 +225,7 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
     if mask is not None:
         mask = mask._replace(visible=mask.visible.to(device))
     scale = chosen.scale / math.sqrt(shape.D)
-    return _with_ones(Inputs(q, k, v, do, scale, chosen.causal and mask is None, mask), dtype, device)
+    return _with_ones(Inputs(q, k, v, do, scale, chosen.causal and causal and mask is None, mask), dtype, device)
 
 
 def shape_of(name: str, shape: Shape) -> Shape:
@@ -278,7 +281,7 @@ def _with_ones(x: Inputs, dtype: torch.dtype, device: torch.device | str) -> Inp
     return replace(x, q=q, k=k, v=v, do=do)
 
 
-def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device) -> Inputs:
+def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True) -> Inputs:
     """The last D - 1 rows, or all where T is less, give all weight to their own keys by a margin of ``logit``: O = V there in exact
     arithmetic. Queries and keys before them are 0.
     """
@@ -293,4 +296,4 @@ def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device
     v = _normal(shape.B, shape.G, shape.T, shape.D, generator=generator).bfloat16()
     do = _normal(shape.B, shape.H, shape.T, shape.D, generator=generator)
     q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
-    return Inputs(q, k, v, do, 1 / math.sqrt(shape.D))
+    return Inputs(q, k, v, do, 1 / math.sqrt(shape.D), causal)

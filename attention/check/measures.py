@@ -128,7 +128,9 @@ def _masked(s: Tensor, causal: bool, mask: Mask | None) -> Tensor:
     return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
 
 
-def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def accuracy(
+    call: Call, name: str, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
+) -> dict[str, float]:
     """Errors of a class of inputs, and what rows of dS sum to.
 
     - ``error_X``: ||X - exact|| / ||exact||, unless the latter is 0 but for FP64's rounding; ``ratio_X``: that over the baseline's, see
@@ -145,7 +147,7 @@ def accuracy(call: Call, name: str, shape: Shape, dtype: torch.dtype, device: to
 
     Raises ``OutOfRangeError`` where plain attention's own numbers are not finite or a row of them is off, or the exact ones have no size.
     """
-    p = make(name, shape, dtype, device)
+    p = make(name, shape, dtype, device, causal)
     base, (expected, sizes, row_size) = run(plain, p), exact(p)
     for x, b, e, size in zip(NAMES, base, expected, sizes, strict=True):
         if not e.any():
@@ -223,9 +225,11 @@ def _last_column(call: Call, p: Inputs, dq: Tensor) -> Tensor:
     return torch.stack(columns).mean(0)
 
 
-def signed_sums(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def signed_sums(
+    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
+) -> dict[str, float]:
     """``signed``: as ``rows`` of ``accuracy``, of the error of sum_j dS_ij s_j, where the last feature of K is s_j = 1 or -1 by chance."""
-    p = make("peaked_1000", shape, dtype, device)
+    p = make("peaked_1000", shape, dtype, device, causal)
     k = p.k.clone()
     k[..., -1] = torch.randint(2, k.shape[:-1], generator=torch.Generator().manual_seed(98)).to(k) * 2 - 1
     p = replace(p, k=k)
@@ -250,7 +254,9 @@ def rows_from_outside(call: Call, p: Inputs) -> Tensor:
     return (_last_column(call, p, _run(call, p, p.do.clone())[0][1]) / p.scale / unit).float()
 
 
-def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def one_hot_limit(
+    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
+) -> dict[str, float]:
     """``limit``: the largest logit of ``ONE_HOT_LOGITS`` up to which one-hot rows have O = V to the bit (FP32: to BF16's last), or 0.
     ``off``: how far O is from V at the next, relative. In ``odd_length``'s shape, for which a compiled kernel is compiled already; for
     less than 128 queries FlexAttention has another kernel.
@@ -259,7 +265,7 @@ def one_hot_limit(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
     limit, error = 0.0, 0.0
     shape = shape_of("odd_length", shape)
     for logit in ONE_HOT_LOGITS:
-        p = one_hot(logit, shape, dtype, device)
+        p = one_hot(logit, shape, dtype, device, causal)
         v = p.v.repeat_interleave(p.q.shape[1] // p.k.shape[1], 1)
         o, v = (x[:, :, 1 - shape.D :] for x in (forward(call, p), v))
         if not torch.equal(o.to(compared), v.to(compared)):
@@ -315,9 +321,11 @@ def _largest(x: Tensor) -> float:
     return x.double().abs().nan_to_num(math.inf).amax().item()
 
 
-def last_key(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def last_key(
+    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
+) -> dict[str, float]:
     """``missed``: error of the last row's O, relative, where the last key has nearly all of its weight: a dropped tile or key shows."""
-    p = make("odd_length", shape, dtype, device)
+    p = make("odd_length", shape, dtype, device, causal)
     k = p.k.clone()
     n = shape.H // shape.G
     k[:, :, -1, :-1] = 3 * p.q[:, ::n, -1, :-1]
@@ -348,13 +356,15 @@ def no_keys(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) 
     }
 
 
-def not_a_number(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def not_a_number(
+    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
+) -> dict[str, float]:
     """``spread``: numbers that are not finite where they must be, when in the first sequence a query of head 0 is NaN and one of the last
     head infinite. ``arrives``: 1 where the NaN shows in O and in a gradient, by which a loss scaler finds it, or 0.
 
     They may reach O and dQ of their own rows, and dK and dV of their own heads.
     """
-    p = make("gaussian", shape, dtype, device)
+    p = make("gaussian", shape, dtype, device, causal)
     q, t = p.q.clone(), shape.T // 3
     q[0, -1, t, 0] = math.inf
     q[0, 0, t, 0] = math.nan
@@ -368,7 +378,9 @@ def not_a_number(call: Call, shape: Shape, dtype: torch.dtype, device: torch.dev
     return {"spread": float(sum(int((~x.isfinite()).sum()) for x in elsewhere)), "arrives": float(arrives)}
 
 
-def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def repeatability(
+    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
+) -> dict[str, float]:
     """1 or 0: the same bits in five calls with other work on the device between and beside them, alone as in a batch, in other strides.
 
     ``alone_off``, ``strides_off``, ``do_strides_off``: the largest relative difference of O, dQ, dK, dV then; the last where only dO has
@@ -376,7 +388,7 @@ def repeatability(call: Call, shape: Shape, dtype: torch.dtype, device: torch.de
     ``between_off``: of dQ, dK, dV where another forward pass comes before the backward pass, as that of the next layer; ``some_off``:
     where q alone or k and v alone need a gradient.
     """
-    p = make("common_part", shape, dtype, device)
+    p = make("common_part", shape, dtype, device, causal)
     first = run(call, p)
     again = []
     for _ in range(4):

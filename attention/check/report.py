@@ -30,6 +30,10 @@ LENGTHS = {"cuda": 1024, "cpu": 256}
 """What T is unless it is given."""
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
 MASKED = (*(name for name, chosen in CLASSES.items() if chosen.mask), "no_keys")
+OF_CAUSAL = (*(name for name, chosen in CLASSES.items() if chosen.packaged), "mask_edges")
+NOT_CAUSAL = (*MASKED, *(name for name, chosen in CLASSES.items() if not chosen.causal))
+DECISIVE = {"common_part", "shared_direction", "peaked_1000"}
+"""Where delta shows: a kernel that raises in all of these has not been looked at."""
 LEGEND = (
     f"  rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
     "which is eager attention in this dtype with a softmax in FP32"
@@ -64,6 +68,7 @@ class Report:
     cases: tuple[Case, ...]
     not_tried: dict[str, str]
     """Classes that say nothing of this kernel in this dtype, and why."""
+    causal: bool = True
 
     @property
     def verdict(self) -> str:
@@ -82,7 +87,7 @@ class Report:
     def text(self) -> str:
         width = max(map(len, (*self.not_tried, *(case.name for case in self.cases))))
         shapes = {case.shape for case in self.cases}
-        shape = shapes.pop() if len(shapes) == 1 else self.shape
+        shape = f"{shapes.pop() if len(shapes) == 1 else self.shape}{', not causal' * (not self.causal)}"
         lines = [
             f"{self.kernel}, {self.dtype}, {shape}, {', '.join(dict.fromkeys(filter(None, self.environment.values())))}"
         ]
@@ -99,7 +104,9 @@ class Report:
         own = f", {len(judged) - tried} of your own" * (tried < len(judged))
         among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried{own})" if tried < len(KNOWN_CLASSES) else ""
         lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{'; '.join(found)}")
-        if options := " ".join(f"--without {case.name}" for case in raised if case.name in KNOWN_CLASSES):
+        if judged and all(case.name in NOT_CAUSAL for case in judged) and {case.name for case in raised} >= DECISIVE:
+            lines.append("if the kernel has no causal mask: --no-causal")
+        elif options := " ".join(f"--without {case.name}" for case in raised if case.name in KNOWN_CLASSES):
             lines.append(f"if the kernel is not for what it raised in: {options}")
         if wrong := [case.name for case in self.cases if case.verdict == judge.WRONG]:
             lines.append(f"first mend what is wrong, then read the rest: {', '.join(wrong)}")
@@ -133,12 +140,14 @@ class Report:
             if case.name.endswith(".zip")
             else "".join(f" --{name} {size}" for name, size in asdict(self.shape).items())
         )
+        sizes += " --no-causal" * (not self.causal)
         command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
-        given = f'"{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}"'
+        more = ", causal=False" * (not self.causal)
+        given = f'"{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
         how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), "
         how += f"dQ over multiples of dO: {__package__}.measures.row_sums"
         if case.name in measures.OWN:
-            how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}(kernel, shape, dtype, device)"
+            how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}(kernel, shape, dtype, device{more})"
         # A command finds no function of the script that called, none within another, and no object.
         nameless = any(mark in self.kernel for mark in ("__main__:", "<", "("))
         return [how] if nameless else [f"again: {command}", how]
@@ -222,6 +231,7 @@ def check_attention(
     shape: Shape | None = None,
     classes: str | Sequence[str] = (),
     without: str | Sequence[str] = (),
+    causal: bool = True,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Run every class of inputs, or ``classes``, through a kernel and judge what comes out.
@@ -232,6 +242,7 @@ def check_attention(
         dtype: of q, k, v: bf16, fp16 or fp32.
         classes: their names, and paths of files of captured inputs, which end in .zip.
         without: classes that the kernel is not for, as "grouped": where it raises there, they are not tried; else they are judged.
+        causal: False for a kernel without a causal mask: classes have none, and those that are of one are not tried.
         shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
         progress: told the name of each class before it runs.
 
@@ -256,7 +267,7 @@ def check_attention(
         # Its kernels are compiled beside each other, not one after another as cases need them; meanwhile torch loads those of the
         # reference. What cannot run says so in its case.
         with contextlib.suppress(Exception), ThreadPoolExecutor() as pool:
-            p = make("gaussian", asked, DTYPES[dtype], there)
+            p = make("gaussian", asked, DTYPES[dtype], there, causal)
             pool.submit(measures.exact, p)
             for call in first_calls(kernel, p):
                 pool.submit(call)
@@ -270,13 +281,16 @@ def check_attention(
             if not classes and name in MASKED and not found.masks:
                 not_tried[name] = "it has no argument attn_mask"
                 continue
+            if name in OF_CAUSAL and not causal:
+                not_tried[name] = "it is of a causal mask"
+                continue
             if name in CLASSES and (used := shape_of(name, asked)).D != asked.D:
                 not_tried[name] = f"it has head dim {used.D}"
                 continue
             try:
-                case = _case(found, name, asked, DTYPES[dtype], there)
+                case = _case(found, name, asked, DTYPES[dtype], there, causal)
                 if case.verdict == judge.UNVERIFIED and "odd_length" in without and even(name, asked) != asked:
-                    case = _case(found, name, even(name, asked), DTYPES[dtype], there)
+                    case = _case(found, name, even(name, asked), DTYPES[dtype], there, causal)
             except measures.OutOfRangeError as error:
                 not_tried[name] = str(error)
                 continue
@@ -287,7 +301,7 @@ def check_attention(
             else:
                 cases.append(case)
         seen = environment(there) | {"kernel": identity(found.name)}
-    return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried)
+    return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried, causal)
 
 
 @contextlib.contextmanager
@@ -308,7 +322,7 @@ def device_of(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Case:
+def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool) -> Case:
     used = shape if name in measures.OWN else shape_of(name, shape)
     if kernel.call is None:
         return Case(name, used, judge.UNVERIFIED, kernel.missing, {})
@@ -316,7 +330,8 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch tells each kernel that it did not take
             measure = measures.OWN[name][1] if name in measures.OWN else functools.partial(measures.accuracy, name=name)
-            found = measure(kernel.call, shape=shape, dtype=dtype, device=device)
+            more: dict[str, Any] = {} if causal or name in MASKED else {"causal": False}
+            found = measure(kernel.call, shape=shape, dtype=dtype, device=device, **more)
     except measures.OutOfRangeError:
         raise
     except measures.WrongError as error:
@@ -341,10 +356,13 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def assert_safe(kernel: str | Callable[..., Any], *, unverified: bool = False, **options: Any) -> None:
-    """For a test: ``AssertionError`` with the report unless all cases are safe; with ``unverified`` those that ran, one at least."""
+    """For a test: ``AssertionError`` with the report unless all cases are safe; with ``unverified`` those that ran, one at least, and one
+    of ``DECISIVE`` where some were asked for.
+    """
     report = check_attention(kernel, **options)
     verdicts = {case.verdict for case in report.cases} - ({judge.UNVERIFIED} if unverified else set())
-    if verdicts != {judge.SAFE}:
+    decisive = {case.verdict for case in report.cases if case.name in DECISIVE}
+    if verdicts != {judge.SAFE} or decisive == {judge.UNVERIFIED}:
         raise AssertionError(report.text())
 
 
