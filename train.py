@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from training.signals import EXIT_RESUME, PreemptionHandler, hold_while_importing
+from training.signals import EXIT_RESUME, PreemptionHandler, exit_while_importing
 
 if __name__ == "__main__":
-    hold_while_importing()
+    exit_while_importing()
 
 from errors import UserError, exit_on_user_error, trainer_packages
 
@@ -66,7 +66,6 @@ def train(config: TrainConfig, *, leaving: bool = False) -> None:
     with PreemptionHandler(starting=True, leaving=leaving) as preemption:
         try:
             outcome.forget(config.run)
-            preemption.answer_held()
             dist = distributed.start(config.run.device, config.run.timeout)
             build_and_loop(config, dist, preemption)
             distributed.barrier()

@@ -18,7 +18,7 @@ from tiny_runs import ROOT, Place, before_each_step, command, completed, environ
 
 import train
 from errors import UserError
-from training import checkpoint, signals
+from training import checkpoint
 from training.run import Run
 from training.signals import EXIT_RESUME
 
@@ -72,11 +72,9 @@ def test_exit_json_says_of_a_full_disk_what_stderr_says(place: Place, monkeypatc
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-@pytest.mark.parametrize("held", [False, True])
-def test_asked_to_exit_unbuilt_it_says_start_again(place: Place, number: signal.Signals, held: bool) -> None:
-    name = f"start_{number.name}_{held}"
+def test_asked_to_exit_unbuilt_it_says_start_again(place: Place, number: signal.Signals) -> None:
+    name = f"start_{number.name}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signals, "HELD", [number] if held else [])  # while torch was imported
         patch.setattr(train, "open_run", lambda *_: signal.raise_signal(number))
         with pytest.raises(SystemExit) as exit_:
             place.train(name, AUTO)
@@ -106,13 +104,8 @@ def run_alone(script: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGHUP", 75), ("SIGINT", 130)])
-def test_a_signal_while_torch_is_imported_has_the_code_of_a_later_one(number: str, code: int) -> None:
-    script = f"""
-signals.hold_while_importing()
-signal.raise_signal(signal.{number})
-with signals.PreemptionHandler(starting=True) as preemption:
-    preemption.answer_held()
-"""
+def test_a_signal_while_torch_is_imported_ends_at_once_with_the_code_of_a_later_one(number: str, code: int) -> None:
+    script = f"signals.exit_while_importing(); signal.raise_signal(signal.{number})"
     assert run_alone(script).returncode == code
 
 
@@ -177,7 +170,6 @@ HELD = """
 import os, pytest, sys, time, train
 from pathlib import Path
 from tiny_runs import before_each_step
-from training import signals
 
 marks = Path(os.environ["MARKS"])
 
@@ -195,12 +187,7 @@ def slowly(run, step):
         mark(run.dist.rank)
     time.sleep(0.02)
 
-if os.environ["PHASE"] == "imports":
-    signals.hold_while_importing()
-    mark(os.environ["RANK"])
-    while not signals.HELD:
-        time.sleep(0.02)
-elif os.environ["PHASE"] == "start":
+if os.environ["PHASE"] == "start":
     train.open_run = at_the_start
 else:
     before_each_step(pytest.MonkeyPatch(), slowly)
@@ -264,7 +251,6 @@ class Held:
         ("loop", signal.SIGTERM, "rank 1", EXIT_RESUME),
         ("loop", signal.SIGTERM, "launcher", EXIT_RESUME),
         ("loop", signal.SIGHUP, "rank 1", EXIT_RESUME),
-        ("imports", signal.SIGTERM, "launcher", EXIT_RESUME),
         ("loop", signal.SIGINT, "everybody", 130),
         ("start", signal.SIGINT, "everybody", 130),
     ],

@@ -19,16 +19,15 @@ SILENCE = 5.0
 STARTED_BY, STARTED = os.getppid(), time.time()
 """The parent process, and when, before torch is imported, which takes seconds."""
 
-HELD: list[int] = []
-"""Signals that came while torch was imported."""
 
+def exit_while_importing() -> None:
+    """Until a ``PreemptionHandler`` is there a signal ends the process with the code that it would have later: nothing is there to lose.
 
-def hold_while_importing() -> None:
-    """Until a ``PreemptionHandler`` is there Ctrl-C ends the process with the code of a later one, and the others wait for ``answer_held``:
-    torchrun makes their code 1, and exit.json, which has it, needs the name of the run."""
-    for number in (*SIGNALS, signal.SIGINT):
+    Nothing is written: an exit.json with code 75 would start a job again in which another process has failed, too.
+    """
+    for number, code in {**dict.fromkeys(SIGNALS, EXIT_RESUME), signal.SIGINT: 130}.items():
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, _: os._exit(130) if number == signal.SIGINT else HELD.append(number))
+            signal.signal(number, lambda *_, code=code: os._exit(code))
 
 
 class PreemptionHandler:
@@ -76,11 +75,6 @@ class PreemptionHandler:
                     with self._speaking:
                         self.on_silence(asked[0])
                     self._left.wait()  # a signal to a pipe that nobody reads would be an error
-
-    def answer_held(self) -> None:
-        """Answer a signal that came while torch was imported. Call it inside the block."""
-        while HELD:
-            signal.raise_signal(HELD.pop())
 
     def speak(self) -> None:
         """From here on the main thread says how the run ends, and ``on_silence`` nothing."""
