@@ -97,8 +97,9 @@ def load(folder: Path) -> Run:
         content: dict[str, Any] = files.read_json(folder / "config.json")
         settings = content["config"]["run"]
         kinds = {int: [settings["seed"], settings["steps"]], str: [content["attention_name"]]}
-        kinds |= {list: [content.get(x) or [] for x in ("sessions", "attention")]}
-        kinds |= {dict: [content.get("batches") or {}, *(content.get("sessions") or ())]}
+        sessions = content.get("sessions") or []
+        kinds |= {list: [sessions, content.get("attention") or [], *(x.get("logs_changed", []) for x in sessions)]}
+        kinds |= {dict: [content.get("batches") or {}, *sessions]}
         if any(not isinstance(value, kind) for kind, values in kinds.items() for value in values):
             raise TypeError
         switched = _switched(content, int(metrics.index.max()))

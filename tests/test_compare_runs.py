@@ -152,6 +152,7 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, capsys:
         {"attention_name": 3},
         {"sessions": 5},
         {"sessions": [5]},
+        {"sessions": [{"logs_changed": None}]},
         {"attention": 5},
         {"switches": [7]},
     ],
