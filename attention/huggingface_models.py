@@ -8,7 +8,8 @@ itself, and whether it asks transformers' registry for it.
 import dis
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,24 @@ _FUSED = re.compile(
 _DECLARED = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
 _CHECKED = "_checked_attention"
 """Attribute of a model: the name of its attention when it was looked at, so that no call has to again."""
+
+
+class Hook:
+    """A hook of ours on a model. In a copy of the model, or in a pickle, a function that does nothing stands in its place."""
+
+    def __init__(self, run: Callable[..., None]):
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> None:
+        self._run(*arguments)
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # of Python's own: it loads where this package is not
+
+
+class _KeptInCopies(Hook):
+    def __deepcopy__(self, _: Any) -> Hook:
+        return self
 
 
 class Traits(NamedTuple):
@@ -137,8 +156,8 @@ def check(model: Any) -> None:
 
 def watch_calls(model: Any) -> None:
     """Have each call of a model looked at, as its config can be given one of our names by hand."""
-    if look_at_call not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(look_at_call, with_kwargs=True)
+    if _LOOK not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_LOOK, with_kwargs=True)
 
 
 def look_at_call(model: Any, arguments: Any, settings: dict[str, Any]) -> None:
@@ -149,6 +168,9 @@ def look_at_call(model: Any, arguments: Any, settings: dict[str, Any]) -> None:
     asked = settings.get("output_attentions")
     if (getattr(model.config, "output_attentions", False) if asked is None else asked) and is_ours(name):
         refuse(True, f"{type(model).__name__}: output_attentions: expected False, it keeps no P; 'eager' does")
+
+
+_LOOK = _KeptInCopies(look_at_call)
 
 
 def check_switched(model: Any, asked: Any) -> None:

@@ -1,5 +1,7 @@
 """Which models of transformers may have our attention: those that call it, as they call "eager"; all others are refused by name."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -44,13 +46,22 @@ def test_a_model_with_attention_of_its_own_is_neither_made_nor_switched(family: 
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
 @pytest.mark.parametrize("family", OWN)
-def test_a_model_whose_config_is_given_our_name_by_hand_is_refused_when_called(family: str) -> None:
-    model = transformers.AutoModel.from_config(OWN[family](), attn_implementation="eager")
+def test_a_model_whose_config_is_given_our_name_by_hand_is_refused_when_called(family: str, copied: Any) -> None:
+    model = copied(transformers.AutoModel.from_config(OWN[family](), attn_implementation="eager"))
     model.config._attn_implementation = OURS
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"{type(model).__name__}: its \w+ has attention code of its own"):
             model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_a_pickle_of_a_model_that_has_not_our_attention_loads_without_this_package() -> None:
+    model = transformers.AutoModel.from_config(transformers.LlamaConfig(**SIZES), attn_implementation="eager")
+    whole = pickle.dumps(model)
+    assert b"huggingface_models" not in whole
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    assert torch.equal(pickle.loads(whole)(tokens)[0], model(tokens)[0])
 
 
 def test_a_model_with_a_good_config_changed_by_hand_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,26 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..functional import scaled_dot_product_attention
 from ..huggingface import HARMLESS
-from ..huggingface_models import traits_of
+from ..huggingface_models import Hook, traits_of
 from ..operators import TORCHS
 from .look import Look
 
 COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
 Attend = Callable[["Pass", int, Callable[..., Tensor], dict[str, Any]], Tensor]
 _LOCK = threading.RLock()
-
-
-class Hook:
-    """A hook of a watched model. In a copy of the model, or in a pickle, a function that does nothing stands in its place."""
-
-    def __init__(self, run: Callable[..., None]):
-        self._run = run
-
-    def __call__(self, *arguments: Any) -> None:
-        self._run(*arguments)
-
-    def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")  # of Python's own: it loads where this package is not
 
 
 class Pass(TorchFunctionMode):

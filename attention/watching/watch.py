@@ -32,12 +32,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..huggingface_models import Hook
 from ..user_error import invalid
 from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, RATES, STEPS, GrowthAlarm, GrowthRule
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look, of_this_call
 from .measure import as_lists
-from .passes import COMPILED, QKV, Hook, Pass, plain_mask, within_checkpoint
+from .passes import COMPILED, QKV, Pass, plain_mask, within_checkpoint
 
 SHOWN = 8
 """Modules named in a line."""
