@@ -21,8 +21,8 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     attention of transformers have (models look it up at each call), for one with "flash" in it, which transformers takes for a
     flash-attention package, and for numerics that are unknown or draw at random.
 
-    A model whose attention code is its own, and never calls ours, raises ``ValueError`` when it is made, switched or called; so does one
-    that a dict of names leaves without ours.
+    A model whose attention code is its own, and never calls ours, raises ``ValueError`` when it is made, switched or (if made after this)
+    called; so does one that a dict of names leaves without ours.
     A model's call raises it for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for each keyword that
     is not known to be harmless: position biases, indices of sparse attention, paged caches, ``output_attentions``.
     """
