@@ -21,6 +21,7 @@ import pytest
 import torch
 from attention_cases import causal_scores, same
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -498,7 +499,7 @@ def test_torchs_module_has_row_residuals_inside_replace_sdpa() -> None:
     assert all(0 < residual < 0.01 for residual in seen.record["row_residual"][0])
 
 
-KINDS = ("plain", "blocks checkpointed", "compiled blocks", "compiled", "checkpointed", "checkpointed by hooks")
+KINDS = ("plain", "blocks checkpointed", "checkpoints compiled", "compiled", "checkpointed", "checkpointed by hooks")
 
 
 def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.device, tmp_path: Path) -> None:
@@ -506,9 +507,11 @@ def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.dev
     looks, x = [], data().to(device).requires_grad_()
     for kind in KINDS:
         model = Model().to(device)
-        model.checkpointed = "blocks" in kind
-        for block in model.blocks if kind == "compiled blocks" else ():
-            block.compile(backend="aot_eager")
+        model.checkpointed = kind == "blocks checkpointed"
+        if kind == "checkpoints compiled":
+            model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
         called: Any = model
         if kind == "compiled":
             with warnings.catch_warnings(action="ignore"):  # said by the first compilation of a process on a GPU
@@ -526,17 +529,17 @@ def test_activation_checkpointing_and_compilation_hide_nothing(device: torch.dev
     assert len(looks[0]["dq_error"]) == 2
 
 
-@pytest.mark.parametrize("counted_by", ["forward passes", "optimizer"])
-def test_what_is_compiled_runs_uncompiled_until_checkpointing_can_call_it_no_more(counted_by: str) -> None:
-    model = Model()
-    model.checkpointed, optimizer = True, torch.optim.SGD(model.parameters())
-    before = state_of_the_process()
-    with watch(model, optimizer=optimizer if counted_by == "optimizer" else None, say=lambda line: None):
-        for loss in [model(data()) for _ in range(2)]:
-            assert state_of_the_process() != before
-            loss.backward()
-        model(data()) if counted_by == "forward passes" else optimizer.step()
-        assert state_of_the_process() == before
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_blocks_within_checkpointing_are_refused_in_the_first_pass(start: int, in_place: bool) -> None:
+    model: Any = Model()
+    model.checkpointed = True
+    if in_place:
+        model.blocks[1].compile(backend="eager")
+    else:
+        model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    with watch(model, start=start), pytest.raises(ValueError, match=r"^watch: compiled blocks within activation"):
+        model(data())
 
 
 def llama(implementation: str, layers: int = 2) -> nn.Module:

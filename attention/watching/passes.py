@@ -51,11 +51,9 @@ class Pass(TorchFunctionMode):
         """Modules that look like attention, ran, and made no call that was seen."""
         self._around: list[tuple[str, int]] = []
         """Modules that look like attention and are running, the innermost last; each with the calls that were seen before it."""
+        self.recompiled = False
+        """Whether checkpointing will run what is compiled again, in the backward pass, where it is not uncompiled any more."""
         self.over = False
-        self.recomputed = False
-        """Checkpointing will run some of it again, in the backward pass, and expects to find what it found."""
-        self.uncompiled = ExitStack()
-        """While it is open, so is the compiler's stance."""
         self.outer: Pass | None = None
         """That of another watch, around this one."""
         self._thread, self._of_process, self._of_thread = threading.get_ident(), ExitStack(), ExitStack()
@@ -64,7 +62,9 @@ class Pass(TorchFunctionMode):
         """``names``: find out which modules hide their attention. Raises ``ValueError`` where the pass is being compiled."""
         try:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled; what is hides its calls
-                self.uncompiled.enter_context(_uncompiled())
+                self._of_process.enter_context(_uncompiled())
+                for module in compiled_within(model):
+                    self._of_process.callback(module.register_forward_pre_hook(Hook(self._compiled_entered)).remove)
             self._of_process.enter_context(_hugging_face(model))
             if names:
                 for name, module in model.named_modules():
@@ -93,13 +93,11 @@ class Pass(TorchFunctionMode):
         if threading.get_ident() == self._thread:
             self._of_thread.close()
         self._of_process.close()
-        self.uncompiled.close()
 
     # ---- calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.recomputed |= within_checkpoint()
         if func is functional.multi_head_attention_forward and not self.over:
             return self._torchs_module(func, args, kwargs)
         if func not in (TORCHS, scaled_dot_product_attention):
@@ -151,6 +149,9 @@ class Pass(TorchFunctionMode):
         if threading.get_ident() == self._thread:
             self._around.append((name, self.seen))
 
+    def _compiled_entered(self, *_: Any) -> None:
+        self.recompiled |= within_checkpoint()
+
     def _left(self, *_: Any) -> None:
         if threading.get_ident() == self._thread and self._around:
             name, before = self._around.pop()
@@ -164,6 +165,13 @@ def within_checkpoint() -> bool:
     """Whether what runs now is kept by non-reentrant activation checkpointing."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def compiled_within(model: nn.Module) -> list[nn.Module]:
+    """Modules inside that are compiled themselves."""
+    wrapper = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    compiled = (x for x in model.modules() if isinstance(x, wrapper) or x._compiled_call_impl is not None)
+    return [module for module in compiled if module is not model]
 
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("_CURRENT", default=None)

@@ -38,7 +38,7 @@ from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, RATES, STEPS, GrowthAlarm, Gro
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look, of_this_call
 from .measure import as_lists
-from .passes import COMPILED, QKV, Pass, plain_mask, within_checkpoint
+from .passes import COMPILED, QKV, Pass, compiled_within, plain_mask, within_checkpoint
 
 SHOWN = 8
 """Modules named in a line."""
@@ -90,8 +90,6 @@ class Watch:
         self._local = threading.local()
         self._seeing: set[Pass] = set()
         """Passes of all threads."""
-        self._uncompiled = contextlib.ExitStack()
-        """What a look's backward pass runs again has to run uncompiled, too: until the step, or without an optimizer the next pass."""
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(Hook(self._begin)),
             model.register_forward_hook(Hook(self._end), always_call=True),
@@ -140,7 +138,6 @@ class Watch:
             while self._seeing:
                 self._cut_short(self._seeing.pop())
             self._write()
-            self._uncompiled.close()
             self._close_log()
 
     def _close_log(self) -> None:
@@ -179,7 +176,6 @@ class Watch:
     def _stepped(self, *_: Any) -> None:
         with self._lock:
             self._write()
-            self._uncompiled.close()
             self._step += 1
             self._clock += self._rate()
 
@@ -200,14 +196,13 @@ class Watch:
             return
         with self._lock:
             self._passes += 1
-            if self._counts and self._look is None:  # else gradients are still to come
-                self._uncompiled.close()
             if self._gap:
                 self._clock, self._gap = self._clock + self._gap * self._rate(), 0
                 if not self._clock > 0 and self._warm_up < sys.maxsize:  # of a process that judges
                     stands = "it stands for that of the steps before: load the states of optimizer and scheduler first"
                     self._refuse("rate", f"learning rate = {self._rate()}: expected above 0, as {stands}")
-            if self._step % self._every or self._step == self._looked_at:
+            due = self._step % self._every == 0 and self._step != self._looked_at
+            if not due and not (self._passes == 1 and compiled_within(model)):  # whose refusal may not come later
                 return
             self._write()
             look = self._look = Look(self._step, self._clock, self._sequences, self._guard, self._complete)
@@ -251,11 +246,8 @@ class Watch:
         if (seeing := forward.seeing) is not None and failed:
             self._cut_short(seeing)
         elif seeing is not None:
+            seeing.close()
             with self._lock:
-                if seeing.recomputed:
-                    before, self._uncompiled = self._uncompiled, seeing.uncompiled.pop_all()
-                    before.close()
-                seeing.close()
                 self._seeing.discard(seeing)
             self._saw(seeing)
         if self._counts and not failed:
@@ -263,6 +255,9 @@ class Watch:
                 self._step, self._clock = self._step + 1, self._clock + 1
 
     def _saw(self, seeing: Pass) -> None:
+        if seeing.recompiled:  # torch's CheckpointError in the backward pass: what ran uncompiled runs compiled there
+            compiled = "compiled blocks within activation checkpointing"
+            self._refuse("recompiled", f"{compiled}: expected torch.compile around the checkpoint, or none")
         kinds = [f"{name} ({type(self._model.get_submodule(name)).__name__})" for name in seeing.hidden[:SHOWN]]
         kinds += [f"{len(seeing.hidden) - SHOWN} more"] * (len(seeing.hidden) > SHOWN)
         names = ", ".join(kinds) or "no module looks like it"
@@ -552,7 +547,7 @@ def watch(
 
     Args:
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
-        every: steps between two looks.
+        every: steps between two looks. Where modules inside are compiled, the first pass is looked at, too.
         log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
             takes growth, and which layers ran away; of those from ``start`` on the next record says that they count no more.
         optimizer: counts the steps, and its largest learning rate is the alarm's clock. Without it a training forward pass is a step.
