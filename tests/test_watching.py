@@ -225,6 +225,19 @@ def test_a_bias_is_rounded_where_autocast_rounds_it() -> None:
     assert looks[0] == looks[1]
 
 
+def test_a_mask_that_transformers_hands_over_is_not_rounded_under_autocast() -> None:
+    q, k = torch.randn(2, B, H, T, D, generator=torch.Generator().manual_seed(1))
+    mask = torch.zeros(1, 1, T, T).masked_fill(torch.arange(T)[:, None] > 5, torch.finfo().min)  # rows of padding
+
+    def added(_: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **more: Any) -> tuple[Tensor]:
+        return (((q @ k.mT * more["scaling"] + mask).softmax(-1) @ v).transpose(1, 2),)
+
+    pytest.importorskip("transformers").AttentionInterface.register("own", added)
+    with torch.autocast("cpu", torch.bfloat16), watch(model := Asks(), say=lambda line: None) as seen:
+        model(q.bfloat16().requires_grad_(), k.bfloat16(), mask).sum().backward()
+    assert all(0 < error < 0.05 for error in seen.record["dq_error"][0])
+
+
 @pytest.mark.parametrize("bias", [causal_upper_left(T, T), causal_lower_right(T, T)], ids=["upper left", "lower right"])
 def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
     """A tensor whose own storage is never written."""

@@ -109,7 +109,11 @@ class Pass(TorchFunctionMode):
             arguments = named(*args, **kwargs)
         except TypeError:  # ``func`` says what is wrong
             return func(*args, **kwargs)
-        arguments |= {"kernel": kernel_of(func, kwargs), "ours": func is scaled_dot_product_attention}
+        arguments |= {
+            "kernel": kernel_of(func, kwargs),
+            "ours": func is scaled_dot_product_attention,
+            "torchs": func is TORCHS,
+        }
 
         def run(*qkv: Tensor) -> Tensor:
             n = len(args[:3])

@@ -350,8 +350,9 @@ class Watch:
 
         def keep() -> None:
             causal, mask = bool(named["is_causal"]), plain_mask(named, o.device)
-            if mask is not None and mask.is_floating_point() and torch.is_autocast_enabled(o.device.type):
-                mask = mask.to(o.dtype)  # as autocast casts it
+            cast = named.get("torchs") and torch.is_autocast_enabled(o.device.type)
+            if cast and mask is not None and mask.is_floating_point():
+                mask = mask.to(o.dtype)
             flags = {name: named[name] for name in ("scale", "softcap", "sinks")}
             flags |= {"causal": causal, "dropout": named["dropout_p"], "grouped": named["enable_gqa"]}
             look.keep(layer, *qkv, o, mask=mask, kernel=named.get("kernel"), **flags)
