@@ -996,7 +996,7 @@ def test_attention_that_is_handed_over_is_measured_as_torchs(layout: str, compil
 
 
 class Mixer(nn.Module):
-    """Attention that no name tells."""
+    """Like attention by its code alone, as a router of experts is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1016,21 +1016,21 @@ def test_modules_whose_attention_is_not_seen_are_named(tmp_path: Path) -> None:
     assert ["not seen: 1.0 (Own), 2.attention (MultiheadAttention)" in line for line in said] == [True, False]
     assert (seen.record["hidden"], len(seen.record["dq_error"])) == (2, 2)
     assert verdict(file)[0].startswith("UNCLEAR: 2 attention layer(s)")
-    with (
-        watch(alone := nn.Sequential(Own(0), Mixer())),
-        pytest.raises(ValueError, match=r"seen: 0 \(Own\), 1 \(Mixer\)"),
-    ):
+    with watch(alone := nn.Sequential(Own(0))), pytest.raises(ValueError, match=r"not seen: 0 \(Own\)"):
         alone(data())
     alone(data())  # the hooks are gone
 
 
-def test_a_scripted_module_like_attention_is_named_as_not_seen() -> None:
+@pytest.mark.parametrize("kind", ["Mixer", "RecursiveScriptModule"])
+def test_what_may_be_attention_is_named_only_where_nothing_is_seen(kind: str) -> None:
     layers = OrderedDict(q_proj=nn.Linear(C, C), k_proj=nn.Linear(C, C))
     with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
-        model, said = nn.Sequential(torch.jit.script(nn.Sequential(layers)), Block()), []
-    with watch(model, every=1, say=said.append):
+        own = Mixer() if kind == "Mixer" else torch.jit.script(nn.Sequential(layers))
+    with watch(model := nn.Sequential(own, Block()), say=lambda line: None) as seen:
         model(data()).sum().backward()
-    assert "not seen: 0 (" in said[0]
+    assert "hidden" not in seen.record
+    with watch(model := nn.Sequential(own)), pytest.raises(ValueError, match=rf"not seen: 0 \({kind}\)"):
+        model(data())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -68,11 +68,8 @@ class Pass(TorchFunctionMode):
             self._of_process.enter_context(_hugging_face(model))
             if names:
                 for name, module in model.named_modules():
-                    if not name or not _is_like_attention(module):
-                        continue
-                    if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks, and no mode sees its calls
-                        self.hidden.append(name)
-                    else:
+                    # A scripted one takes no hooks.
+                    if name and _is_like_attention(module) and not isinstance(module, torch.jit.ScriptModule):
                         for hook in (
                             module.register_forward_pre_hook(Hook(functools.partial(self._entered, name))),
                             module.register_forward_hook(Hook(self._left), always_call=True),
@@ -241,19 +238,26 @@ _PAIRS = (
     "linear_q linear_k",
 )
 _PROJECTIONS = [
-    set(names.split())
-    for names in (*_PAIRS, "qkv", "qkv_proj", "to_qkv", "in_proj", "wqkv", "c_attn", "query_key_value")
+    set(names.split()) for names in (*_PAIRS, "qkv", "qkv_proj", "to_qkv", "wqkv", "c_attn", "query_key_value")
 ]
 
 
 def _is_like_attention(module: nn.Module) -> bool:
-    """Whether the name of the class, what the module projects to, or its code (a softmax beside products, a fused kernel) is that of
-    attention; it must have a matrix.
-    """
+    """Whether the name of the class, or what the module projects to, is that of attention; it must have a matrix."""
     children = {name.lower() for name, _ in module.named_children()}
-    if not re.search("attention|attn", type(module).__name__, re.IGNORECASE) and not traits_of(module).own:
+    if not re.search("attention|attn", type(module).__name__, re.IGNORECASE):
         return any(names <= children for names in _PROJECTIONS)
     return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def may_attend(model: nn.Module) -> list[str]:
+    """Modules whose code is like that of attention, and scripted ones like it: routers and mixers are among them."""
+    scripted = torch.jit.ScriptModule
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and (traits_of(module).own or (isinstance(module, scripted) and _is_like_attention(module)))
+    ]
 
 
 # ---- what torch and transformers keep once for all threads

@@ -38,7 +38,7 @@ from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, RATES, STEPS, GrowthAlarm, Gro
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look, of_this_call
 from .measure import as_lists
-from .passes import COMPILED, QKV, Pass, compiled_within, plain_mask, within_checkpoint
+from .passes import COMPILED, QKV, Pass, compiled_within, may_attend, plain_mask, within_checkpoint
 
 SHOWN = 8
 """Modules named in a line."""
@@ -258,8 +258,9 @@ class Watch:
         if seeing.recompiled:  # torch's CheckpointError in the backward pass: what ran uncompiled runs compiled there
             compiled = "compiled blocks within activation checkpointing"
             self._refuse("recompiled", f"{compiled}: expected torch.compile around the checkpoint, or none")
-        kinds = [f"{name} ({type(self._model.get_submodule(name)).__name__})" for name in seeing.hidden[:SHOWN]]
-        kinds += [f"{len(seeing.hidden) - SHOWN} more"] * (len(seeing.hidden) > SHOWN)
+        hidden = seeing.hidden if seeing.seen or seeing.hidden else may_attend(self._model)
+        kinds = [f"{name} ({type(self._model.get_submodule(name)).__name__})" for name in hidden[:SHOWN]]
+        kinds += [f"{len(hidden) - SHOWN} more"] * (len(hidden) > SHOWN)
         names = ", ".join(kinds) or "no module looks like it"
         if not seeing.seen:
             self._refuse(
