@@ -512,6 +512,14 @@ def test_torchs_module_has_row_residuals_inside_replace_sdpa() -> None:
     assert all(0 < residual < 0.01 for residual in seen.record["row_residual"][0])
 
 
+def test_torchs_module_is_seen_where_other_code_stands_for_torchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Mock(side_effect=lambda q, k, v, *_: (q @ k.mT * D**-0.5).softmax(-1) @ v)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", own)
+    with watch(model := TorchsLayer(weights=False), say=lambda line: None) as seen:
+        model(data()).square().mean().backward()
+    assert len(seen.record["dq_error"]) == 1
+
+
 KINDS = ("plain", "blocks checkpointed", "checkpoints compiled", "compiled", "checkpointed", "checkpointed by hooks")
 
 

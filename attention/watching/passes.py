@@ -23,6 +23,7 @@ from ..functional import scaled_dot_product_attention
 from ..huggingface import HARMLESS
 from ..huggingface_models import Hook, traits_of
 from ..operators import TORCHS
+from ..replace import _dispatch as replaced_sdpa
 from .look import Look
 
 COMPILED = "watch: the model is compiled: expected what torch.compile(model) returned, not the module inside, and no model.compile()"
@@ -135,8 +136,11 @@ class Pass(TorchFunctionMode):
         """
 
         def attend(*args: Any, **settings: Any) -> Tensor:
-            with self:  # it is put away meanwhile, and what ``replace_sdpa`` put there calls ours, which is what to see
-                return functional.scaled_dot_product_attention(*args, **settings)
+            function = functional.scaled_dot_product_attention
+            if function is not replaced_sdpa:
+                return self.call(function, args, settings)
+            with self:  # it is put away meanwhile, and ours, which that calls, is what to see
+                return function(*args, **settings)
 
         if not isinstance(forward, types.FunctionType):
             return forward(*args, **kwargs)
