@@ -1084,6 +1084,7 @@ def test_what_cannot_be_handed_over_is_refused() -> None:
     ("setting", "message"),
     [
         ({"causal": "no"}, "causal = 'no': expected True or False"),
+        ({"causal": torch.ones(2)}, r"causal = tensor\(\[1\., 1\.\]\): expected True or False"),
         ({"scale": math.nan}, "scale = nan: expected a finite number or None"),
         ({"softcap": -3.0}, r"softcap = -3\.0: expected a finite number of 0 or more"),
         ({"mask": torch.ones(T, T).long()}, r"mask is torch\.int64: expected a bool or floating tensor"),
@@ -1094,3 +1095,12 @@ def test_settings_that_cannot_be_are_refused(setting: dict[str, Any], message: s
     model = Model(meddle=lambda: seen.look(*[torch.ones(B, T, H, D)] * 3, layout="BTHD", **setting))
     with watch(model, every=1) as seen, pytest.raises(ValueError, match=f"^watch: look: {message}"):
         model(data())
+
+
+@pytest.mark.parametrize("causal", [1, torch.tensor(True), None])
+def test_settings_that_python_takes_for_others_are_read(causal: Any) -> None:
+    q = torch.randn(1, H, T, D, requires_grad=True)
+    model = Model(meddle=lambda: seen.look(q, q, q, causal=causal, softcap=None))
+    with watch(model, every=1, say=lambda line: None) as seen:
+        model(data())
+    assert seen.record["entropy"][1] == record_of(q, q, is_causal=bool(causal))["entropy"][0]

@@ -332,7 +332,7 @@ class Watch:
         except ValueError as error:
             return self._refuse("look", f"look: {error}")
         number = taken.number(number) if layer is None else layer
-        flags: dict[str, Any] = {"causal": bool(causal), "scale": scale, "softcap": softcap}
+        flags: dict[str, Any] = {"causal": bool(causal), "scale": scale, "softcap": softcap or 0.0}
         heads_at = -3 if layout == "BHTD" else -2
         self._guard(lambda: taken.keep(number, q, k, v, o, mask=mask, heads_at=heads_at, **flags))
 
@@ -491,9 +491,9 @@ def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | 
 
 def _check_settings(shape: list[int], mask: Tensor | None, causal: bool, scale: float | None, softcap: float) -> None:
     rights = {
-        "causal": (causal, isinstance(causal, bool), "True or False"),
+        "causal": (causal, causal is None or not math.isnan(_number(causal)), "True or False"),
         "scale": (scale, scale is None or math.isfinite(_number(scale)), "a finite number or None"),
-        "softcap": (softcap, 0 <= _number(softcap) < math.inf, "a finite number of 0 or more"),
+        "softcap": (softcap, softcap is None or 0 <= _number(softcap) < math.inf, "a finite number of 0 or more"),
     }
     for name, (value, right, expected) in rights.items():
         if not right:
@@ -508,7 +508,7 @@ def _check_settings(shape: list[int], mask: Tensor | None, causal: bool, scale: 
 
 def _number(x: Any) -> float:
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        return float(x)
+        return math.nan if isinstance(x, str) else float(x)
     return math.nan
 
 
