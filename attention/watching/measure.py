@@ -216,8 +216,9 @@ def measure(call: Call) -> dict[str, Tensor]:
             columns["dq_error"] = _over(wrong, exact.norm())
         read = torch.stack([x.isfinite().all() for x in (q, k, v, o, call.do_BHTD) if x is not None]).all()
         if do is not None:  # what its dtype cannot hold, as behind a loss scale in FP16, is no mistake of the kernel
-            largest_ds = max(1.0, abs(call.scale)) * whole["ds"].amax()  # kernels round dS before its scale, or after
-            read &= torch.maximum(dq.abs().amax(), largest_ds) <= torch.finfo(call.dq_BHTD.dtype).max
+            # Kernels round dS before its scale, or after.
+            ds_H, dq_H = max(1.0, abs(call.scale)) * whole["ds"].amax(dim=(0, 2)), dq.abs().amax(dim=(0, 2, 3))
+            read = read & (torch.maximum(dq_H, ds_H) <= torch.finfo(call.dq_BHTD.dtype).max)
         columns["nan_made"] = (read & ~call.dq_BHTD.isfinite().all(dim=-1).all(dim=-1).all(dim=0)).float()
     return columns
 
