@@ -597,14 +597,17 @@ def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypat
 class Asks(nn.Module):
     """Calls by names what transformers has registered, as its models of images do."""
 
-    config, is_causal = Mock(_attn_implementation="own"), True
+    is_causal = True
+
+    def __init__(self, name: str = "own") -> None:
+        super().__init__()
+        self.config = Mock(_attn_implementation=name)
 
     def forward(self, q: Tensor, k: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        return ALL_ATTENTION_FUNCTIONS["own"](self, query=q, key=k, value=k, attention_mask=mask, scaling=0.5, **more)[
-            0
-        ]
+        function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        return function(self, query=q, key=k, value=k, attention_mask=mask, scaling=0.5, **more)[0]
 
 
 CAUSAL = torch.ones(1, 1, T, T, dtype=torch.bool).tril()
@@ -613,31 +616,36 @@ UNPADDED = KEPT[:, None, None] & KEPT[:, None, :, None]
 
 
 @pytest.mark.parametrize(
-    ("mask", "more", "shown"),
+    ("name", "mask", "more", "shown"),
     [
-        (None, {}, CAUSAL),
-        (None, {"is_causal": False, "other": None}, None),
-        (None, {"sliding_window": 4}, CAUSAL.triu(-3)),
-        (None, {"is_causal": False, "sliding_window": 4}, CAUSAL.triu(-3) | CAUSAL.triu(-3).mT),
-        (None, {"is_causal": None}, CAUSAL[..., 9:, :]),
-        (KEPT.long(), {"is_causal": False}, UNPADDED),
-        (KEPT.long(), {}, CAUSAL & UNPADDED),
-        (KEPT, {"sliding_window": 4}, CAUSAL.triu(-3) & UNPADDED),
-        (KEPT.flip(1), {}, (CAUSAL & UNPADDED.flip(2, 3))[..., 9:, :]),
-        (CAUSAL, {"sliding_window": 4, "position_ids": torch.tensor([[1, 0]])}, CAUSAL),
+        ("own_flash", None, {}, CAUSAL),
+        ("own_flash", None, {"is_causal": False, "other": None}, None),
+        ("own_flash", None, {"sliding_window": 4}, CAUSAL.triu(-3)),
+        ("own_flash", None, {"is_causal": False, "sliding_window": 4}, CAUSAL.triu(-3) | CAUSAL.triu(-3).mT),
+        ("own_flash", None, {"is_causal": None}, CAUSAL[..., 9:, :]),
+        ("own_flash", KEPT.long(), {"is_causal": False}, UNPADDED),
+        ("own_flash", KEPT.long(), {}, CAUSAL & UNPADDED),
+        ("own_flash", KEPT, {"sliding_window": 4}, CAUSAL.triu(-3) & UNPADDED),
+        ("own_flash", KEPT.flip(1), {}, (CAUSAL & UNPADDED.flip(2, 3))[..., 9:, :]),
+        ("own", None, {}, CAUSAL[..., :9, :]),
+        ("own", None, {"sliding_window": 4}, CAUSAL.triu(-3)[..., :9, :]),
+        ("own", None, {"sliding_window": 4}, torch.ones(1, T, dtype=torch.bool)),
+        ("own_flash", CAUSAL, {"sliding_window": 4, "position_ids": torch.tensor([[1, 0]])}, CAUSAL),
     ],
 )
-def test_the_mask_that_transformers_hands_over_is_read(mask: Tensor | None, more: Any, shown: Tensor | None) -> None:
-    """No mask, or one of padding, is of flash kernels: the last query, of as many as ``shown`` has, stands at the last key."""
+def test_the_mask_that_transformers_hands_over_is_read(
+    name: str, mask: Tensor | None, more: Any, shown: Tensor | None
+) -> None:
+    """Of flash kernels the last query, of as many as ``shown`` has, stands at the last key; else the first at the first."""
     transformers = pytest.importorskip("transformers")
-    transformers.AttentionInterface.register("own", lambda _, q, k, *rest, **more: ((q @ k.mT @ k).transpose(1, 2),))
+    transformers.AttentionInterface.register(name, lambda _, q, k, *rest, **more: ((q @ k.mT @ k).transpose(1, 2),))
     q, k = (torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     q = q if shown is None else q[:, :, -shown.shape[-2] :]
-    with watch(model := Asks(), sequences=B, say=lambda line: None) as seen:
+    with watch(model := Asks(name), sequences=B, say=lambda line: None) as seen:
         model(q.requires_grad_(), k, mask, **more).sum().backward()
     looks = (seen.record, record_of(q, k, sequences=B, scale=0.5, attn_mask=shown))
     torch.testing.assert_close(*(torch.tensor([look[name] for name in ("max_logit", "entropy")]) for look in looks))
-    assert "own" not in transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping  # a later register() counts
+    assert name not in transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping  # a later register() counts
 
 
 @pytest.mark.parametrize("names", [("sdpa", "own"), ("own", "another")])

@@ -316,7 +316,7 @@ def _stand_in(functions: Any, name: str) -> Iterator[None]:
         passes, function = _replaced.get(name, (0, None))
         if function is None:
             function = functions[name]
-            functions[name] = _dispatching(function)
+            functions[name] = _dispatching(function, name)
         _replaced[name] = passes + 1, function
     try:
         yield
@@ -350,13 +350,12 @@ def _swapped(o: Tensor) -> Tensor:
 
 
 def _seen_by_flash(
-    kept_BS: Tensor | None, T: int, S: int, causal: bool, window: int | None, device: torch.device
+    kept_BS: Tensor | None, T: int, S: int, keys: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor:
-    """The mask of flash kernels, which get at most which tokens are no padding. The last query stands at the last key.
+    """The mask of flash kernels, which get at most which tokens are no padding. The last query stands at the last of ``keys``.
 
     The same tokens are padding as queries, and give zeros.
     """
-    keys = S if kept_BS is None else kept_BS.shape[1]  # of a static cache those that are filled
     shown = torch.ones(T, S, dtype=torch.bool, device=device)
     if causal:
         shown = shown.tril(keys - T)
@@ -369,7 +368,9 @@ def _seen_by_flash(
     return shown & as_keys[:, None, None] & as_queries[:, None, :, None]
 
 
-def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
+def _dispatching(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    flash = "flash" in name.lower() or hasattr(function, "rounded_as")
+
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *more: Any, **named_too: Any
     ) -> Any:
@@ -389,9 +390,13 @@ def _dispatching(function: Callable[..., Any]) -> Callable[..., Any]:
         if causal is None:
             causal = getattr(module, "is_causal", True)
         T, S = q.shape[2], k.shape[2]
+        keys = mask.shape[1] if mask is not None and mask.ndim == 2 else S  # of a static cache those that are filled
+        if not flash and mask is None:  # as transformers' own "sdpa" has it: the first query stands at the first key
+            causal, keys = causal and T > 1, T
+            window = window if causal else None
         window = window if window and window < S else None
-        if (isinstance(mask, Tensor) and mask.ndim == 2) or (mask is None and (window or (causal and T != S))):
-            shown = functools.partial(_seen_by_flash, mask, T, S, causal, window)
+        if (isinstance(mask, Tensor) and mask.ndim == 2) or (mask is None and (window or (causal and keys != T))):
+            shown = functools.partial(_seen_by_flash, mask, T, S, keys, causal, window)
         dropout, scale = named_too.get("dropout", 0.0), named_too.get("scaling")
         call = named(q, k, v, shown, dropout, bool(causal and shown is None), scale, True)
         if mask is None or mask.ndim == 4:
