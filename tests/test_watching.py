@@ -1050,12 +1050,15 @@ def test_what_may_be_attention_is_named_only_where_nothing_is_seen(kind: str) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_several_processes_only_the_first_says_what_is_not_seen(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_processes_only_the_first_says_and_warns(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
-    with watch(model := nn.Sequential(Block(), Own(1)), every=1, say=(said := Mock())):
-        model(data()).sum().backward()
-    assert bool(said.mock_calls) == (rank == 0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with watch(model := nn.Sequential(Block(), Own(1)), every=1, say=(said := Mock())):
+            model(data()).sum().backward()
+        watch(Model()).close()  # no pass
+    assert (bool(said.mock_calls), len(warned)) == (rank == 0, rank == 0)
 
 
 @pytest.mark.parametrize("training", [True, False])

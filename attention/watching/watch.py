@@ -77,6 +77,8 @@ class Watch:
         self._largest: tuple[float, int, int] | None = None
         """Largest logit that was judged, its step and its layer."""
         self._not_finite = False
+        self._is_first = self._warm_up < sys.maxsize
+        """Of several processes the one that judges, and warns."""
         self._warned: set[str] = set()
         """What of the watch itself has failed."""
         self._hidden: list[str] | None = None
@@ -124,12 +126,10 @@ class Watch:
             where = f"at step {step} in attention layer {layer} of layers {of}"
             self._say(f"watch: largest logit {logit:.4g}, {where}{_advice(logit)}")
         if not self._passes:
-            warnings.warn(
-                "watch: no forward pass with gradients in training mode: expected what the loop calls", stacklevel=2
-            )
+            self._warn("passes", "no forward pass with gradients in training mode: expected what the loop calls")
         if self._passes > 1 and not self._counts and self._step == self._first:
-            none = f"watch: the optimizer made no step in {self._passes} forward passes"
-            warnings.warn(f"{none}: expected the one that the loop steps", stacklevel=2)
+            none = f"the optimizer made no step in {self._passes} forward passes"
+            self._warn("steps", f"{none}: expected the one that the loop steps")
 
     def _leave(self) -> None:
         while self._hooks:
@@ -157,7 +157,7 @@ class Watch:
             self._warn(what, f"{what} failed, and the training goes on: {type(error).__name__}: {error}")
 
     def _warn(self, what: str, message: str) -> None:
-        if what not in self._warned:
+        if self._is_first and what not in self._warned:
             self._warned.add(what)
             warnings.warn(" ".join(f"watch: {message}".split()), stacklevel=3)
 
@@ -198,7 +198,7 @@ class Watch:
             self._passes += 1
             if self._gap:
                 self._clock, self._gap = self._clock + self._gap * self._rate(), 0
-                if not self._clock > 0 and self._warm_up < sys.maxsize:  # of a process that judges
+                if not self._clock > 0 and self._is_first:
                     stands = "it stands for that of the steps before: load the states of optimizer and scheduler first"
                     self._refuse("rate", f"learning rate = {self._rate()}: expected above 0, as {stands}")
             due = self._step % self._every == 0 and self._step != self._looked_at
@@ -220,7 +220,7 @@ class Watch:
             self._cut_short(forward.seeing)
             forward.seeing, self._looked_at = None, self._step
             failed = f"measuring failed, and the training goes on: {type(error).__name__}: {error}"
-            self._warn("open", str(error).removeprefix("watch: ") if refused else failed)
+            self._warn("compiled" if refused else "open", str(error).removeprefix("watch: ") if refused else failed)
 
     def _warn_of_inference_paths(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
