@@ -107,11 +107,8 @@ class Pass(TorchFunctionMode):
             arguments = named(*args, **kwargs)
         except TypeError:  # ``func`` says what is wrong
             return func(*args, **kwargs)
-        arguments |= {
-            "kernel": kernel_of(func, kwargs),
-            "ours": func is scaled_dot_product_attention,
-            "torchs": func is TORCHS,
-        }
+        arguments |= {"kernel": kernel_of(func, kwargs), "torchs": func is TORCHS}
+        arguments["ours"] = func is scaled_dot_product_attention
 
         def run(*qkv: Tensor) -> Tensor:
             n = len(args[:3])
@@ -230,38 +227,23 @@ def plain_mask(call: dict[str, Any], device: torch.device) -> Tensor | None:
     return mask == 0 if mask is not None and mask.is_floating_point() and call.get("ours") else mask
 
 
-_PAIRS = (
-    "q_proj k_proj",
-    "query key",
-    "q_proj kv_proj",
-    "to_q to_k",
-    "to_q to_kv",
-    "q k",
-    "wq wk",
-    "q_lin k_lin",
-    "linear_q linear_k",
+_PROJECTIONS = (
+    "q_proj k_proj, query key, q_proj kv_proj, to_q to_k, to_q to_kv, q k, wq wk, q_lin k_lin, linear_q linear_k, "
+    "qkv, qkv_proj, to_qkv, wqkv, c_attn, query_key_value"
 )
-_PROJECTIONS = [
-    set(names.split()) for names in (*_PAIRS, "qkv", "qkv_proj", "to_qkv", "wqkv", "c_attn", "query_key_value")
-]
 
 
 def _is_like_attention(module: nn.Module) -> bool:
     """Whether the name of the class, or what the module projects to, is that of attention; it must have a matrix."""
     children = {name.lower() for name, _ in module.named_children()}
     if not re.search("attention|attn", type(module).__name__, re.IGNORECASE):
-        return any(names <= children for names in _PROJECTIONS)
+        return any(set(names.split()) <= children for names in _PROJECTIONS.split(", "))
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def may_attend(model: nn.Module) -> list[str]:
-    """Modules whose code is like that of attention, and scripted ones like it: routers and mixers are among them."""
-    scripted = torch.jit.ScriptModule
-    return [
-        name
-        for name, module in model.named_modules()
-        if name and (traits_of(module).own or (isinstance(module, scripted) and _is_like_attention(module)))
-    ]
+    """Modules like attention, by their code alone, too, as routers and mixers are; of scripted ones no call is seen."""
+    return [name for name, x in model.named_modules() if name and (_is_like_attention(x) or traits_of(x).own)]
 
 
 # ---- what torch and transformers keep once for all threads
