@@ -28,10 +28,10 @@ def replace_sdpa(numerics: str | AttentionSpec | None = RECOMMENDED) -> Abstract
 
     The block is the thread's own: other threads, those of ``nn.DataParallel`` too, keep torch's function or have a block of their own.
     Blocks may be nested, and the result may be entered again. Put the backward pass inside as well: activation checkpointing calls
-    attention there again (around code that is compiled, in one thread at a time). What ours cannot do is a ``ValueError``, as in
-    ``scaled_dot_product_attention``. What stays torch's: a function that an object keeps, as ``self.sdpa``, and what ``torch.jit.script``
-    has compiled; inside the block ``torch.jit.script`` of code that calls attention raises torch's ``NotSupportedError``. Warns where no
-    call was made, as by a model with attention of another kind.
+    attention there again (around code that is compiled, in one thread at a time; a block inside such code breaks the graph). What ours
+    cannot do is a ``ValueError``, as in ``scaled_dot_product_attention``. What stays torch's: a function that an object keeps, as
+    ``self.sdpa``, and what ``torch.jit.script`` has compiled; inside the block ``torch.jit.script`` of code that calls attention raises
+    torch's ``NotSupportedError``. Warns where no call was made, as by a model with attention of another kind.
 
     ``numerics=None``, inside another block: torch's function, as for a gradient penalty, forward and backward. Outside of one it warns.
     """
@@ -51,14 +51,16 @@ class _Replacement(ContextDecorator):
         if numerics is not None:
             _NUMERICS[name] = numerics
 
+    @torch.compiler.disable  # traced in part, one would stay open
     def __enter__(self) -> None:
         if not self.name and not (_THREAD.stack or _of_caller()):  # as from a setting that is missing
             warnings.warn(
-                "replace_sdpa: numerics = None changes nothing outside of a block: expected a preset", stacklevel=2
+                "replace_sdpa: numerics = None changes nothing outside of a block: expected a preset", stacklevel=3
             )
         _count(_OPEN.append, self.name)
         _keep((*_THREAD.stack, _Block(self)))
 
+    @torch.compiler.disable
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         stack = _THREAD.stack
         block = next((block for block in reversed(stack) if block.owner is self), None)
@@ -68,7 +70,7 @@ class _Replacement(ContextDecorator):
         _count(_OPEN.remove, self.name)
         # What an earlier block's trace has compiled runs without this module.
         if self.name and not block.called and error is None and self.name not in _TRACED:
-            warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=2)
+            warnings.warn("replace_sdpa: scaled_dot_product_attention was not called", stacklevel=3)
 
 
 class _Block:

@@ -460,6 +460,17 @@ def test_nested_blocks_end_in_order_and_one_can_be_entered_again() -> None:
     assert functional.scaled_dot_product_attention is torchs
 
 
+def test_a_block_inside_compiled_code_acts_and_closes() -> None:
+    def attend(*qkv: Tensor) -> Tensor:
+        with replace_sdpa(COARSER):
+            return attend_by_name(*qkv)
+
+    for f in (attend, replace_sdpa(COARSER)(attend_by_name)):
+        torch.compiler.reset()
+        assert_attends(COARSER, torch.compile(f, backend="eager"))
+    assert functional.scaled_dot_product_attention is torchs
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_block_of_none_inside_another_is_torchs_function(compiled: bool) -> None:
