@@ -9,8 +9,9 @@ import pytest
 import torch
 from attention_cases import make
 from tiny_runs import Place, column, lines, preset
+from torch.nn import functional
 
-from attention import AttentionConfig, AttentionRule, AttentionSpec, check_plans
+from attention import AttentionConfig, AttentionRule, AttentionSpec, check_plans, replace_sdpa
 from attention.check.classes import Shape
 from attention.check.classes import make as inputs
 from attention.check.measures import rows_from_outside
@@ -182,6 +183,13 @@ def test_the_drop_in_takes_it_too() -> None:
     q = torch.randn(1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     a, b = (scaled_dot_product_attention(q, q, q, is_causal=True, numerics=n) for n in (FLASH, "sdpa_flash"))
     assert torch.equal(a, b)
+
+
+def test_a_kernel_that_calls_torchs_function_does_not_reach_itself_in_its_own_block(place: Place) -> None:
+    q, spec = torch.randn(1, 2, 16, 8), AttentionSpec(preset="external", kernel="kernels_of_a_test:coarse")
+    expected = scaled_dot_product_attention(q, q, q, numerics=spec)
+    with replace_sdpa(spec):
+        assert torch.equal(functional.scaled_dot_product_attention(q, q, q), expected)
 
 
 @pytest.mark.parametrize(("kernel", "given"), [("transposed", "shape"), ("nothing", "a NoneType"), ("wide", "float64")])

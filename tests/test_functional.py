@@ -556,15 +556,16 @@ def test_torch_jit_script_of_attention_is_refused_inside_a_block() -> None:
         torch.jit.script(Scripted())
 
 
-def test_torchs_own_kernel_can_replace_torchs_function() -> None:
+@pytest.mark.parametrize("numerics", ['"sdpa_math"', 'AttentionSpec(preset="external", kernel="torch:math")'])
+def test_torchs_own_kernel_can_replace_torchs_function(numerics: str) -> None:
     """Where no other test has imported what the package imports late."""
-    code = """
+    code = f"""
 import torch
 from torch.nn import functional
-from attention import replace_sdpa
+from attention import AttentionSpec, replace_sdpa
 q = torch.randn(1, 1, 4, 8)
 expected = functional.scaled_dot_product_attention(q, q, q)
-with replace_sdpa("sdpa_math"):
+with replace_sdpa({numerics}):
     torch.testing.assert_close(functional.scaled_dot_product_attention(q, q, q), expected)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention as torchs
 
 from ..functional import scaled_dot_product_attention as ours
 from ..functional import stochastic
 from ..mask import NO_MASK
 from ..numerics import LOW_FORMATS, SITES
-from ..operators import NAMESPACE
+from ..operators import NAMESPACE, TORCHS
 from ..packages import add_cutlass
 from ..plan import AttentionSpec
 from ..presets import ALIASES, PRESETS, unaliased
@@ -193,7 +192,7 @@ def told(error: BaseException) -> str:
 
 
 def _torchs(backend: SDPBackend) -> Call:
-    return _as_torchs(sdpa_kernel(backend)(torchs))
+    return _as_torchs(sdpa_kernel(backend)(TORCHS))
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
