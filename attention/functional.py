@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
     Returns the dtype of the query, or float32 where the numerics leave O unrounded; laid out as the query. A query that sees no key has
     O = 0. Raises ``ValueError`` for what it cannot do, before anything runs: dropout, other masks, tensor subclasses, dtypes and devices,
     shapes that do not fit, forward-mode differentiation, ``torch.func`` transforms; and in their backward pass for second derivatives.
-    Within ``torch.compile`` the last two are torch's own errors, and ``torch.jit.script`` cannot read this function.
+    Within ``torch.compile`` the last two are torch's own errors, with ``fullgraph=True`` all are; ``torch.jit.script`` cannot read this.
     """
     scale, softcap = _refuse_settings(dropout_p, is_causal, scale, enable_gqa, softcap, rounding_seed)
     _refuse_kinds(query, key, value, attn_mask, sinks)
@@ -225,8 +225,9 @@ def _number(name: str, value: Any, least: float, most: float, expected: str) -> 
 
 def refuse_tangent(name: str, x: Tensor) -> None:
     """``ValueError`` for a tangent, which would be lost without a word."""
-    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
-        dual = forward_ad.unpack_dual(x).tangent is not None
+    if forward_ad._current_level >= 0:
+        # A compiler sees no tangents. At the error it leaves this call uncompiled, or raises, where it may not break the graph.
+        dual = torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None
         refuse(dual, f"{name} has a tangent: expected reverse mode, it has no forward-mode differentiation")
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from attention_cases import same
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -713,6 +714,17 @@ def test_a_gradient_penalty_inside_a_block_takes_the_way_that_the_refusal_names(
 ONES = torch.ones(4)
 
 
+def compiled_for_q(f: Any) -> Any:
+    torch.compiler.reset()
+    return torch.compile(lambda q: f(q, X, X), backend="eager")
+
+
+def dual_level(f: Any) -> None:
+    f(X)
+    with forward_ad.dual_level():
+        f(forward_ad.make_dual(X, X))
+
+
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
@@ -725,6 +737,9 @@ ONES = torch.ones(4)
         (lambda f: torch.func.jacfwd(lambda sinks: f(X, X, X, sinks=sinks))(ONES), "sinks has a tangent"),
         (lambda f: torch.func.vmap(lambda sinks: f(X, X, X, sinks=sinks))(ONES[None]), "sinks is within"),
         (lambda f: torch.func.jvp(lambda c: f(X, X, X, scale=c), (ONES[0],), (ONES[0],)), "scale has a tangent"),
+        (lambda f: torch.func.jvp(compiled_for_q(f), (X,), (X,)), "query has a tangent"),
+        (lambda f: compiled_for_q(lambda q, *kv: torch.func.jvp(f, (q, *kv), (X,) * 3))(X), "query has a tangent"),
+        (lambda f: dual_level(compiled_for_q(f)), "query has a tangent"),
     ],
 )
 def test_transforms_of_torch_func_are_refused(transform: Any, message: str) -> None:
