@@ -69,9 +69,12 @@ def _known_split(own: Tensor, mask: Tensor, batches: object) -> tuple[Tensor, Te
     state = own._version, mask.shape, batches
     if own not in _KNOWN or _KNOWN[own][0] != state:
         with torch.inference_mode(False):  # what is made in inference mode, autograd could not keep later
-            _KNOWN[own] = state, _split(mask)
-    found: tuple[Tensor, Tensor, Tensor] = _KNOWN[own][1]
-    return found
+            found = _split(mask)
+        if type(found[0]) is not Tensor:  # a fake mode's, of a mask that is real
+            return found
+        _KNOWN[own] = state, found
+    known: tuple[Tensor, Tensor, Tensor] = _KNOWN[own][1]
+    return known
 
 
 _KNOWN = WeakTensorKeyDictionary()

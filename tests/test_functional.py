@@ -20,6 +20,7 @@ import pytest
 import torch
 from attention_cases import same
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
@@ -196,6 +197,13 @@ def test_a_mask_is_looked_at_again_where_it_broadcasts_otherwise() -> None:
     mask = torch.stack((torch.ones(4, 4), torch.ones(4, 4).tril())).bool().view(2, 1, 1, 4, 4)
     for batches in ((1, 2, 3), (3, 2, 1)):
         assert_as_torch(drawn(*((*batches, 1, 4, 8),) * 3), STANDARD, attn_mask=mask)
+
+
+def test_what_a_fake_mode_makes_of_a_mask_serves_no_later_call() -> None:
+    (*inputs, _), mask = tensors(), torch.ones(40, 40, dtype=torch.bool).tril()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        scaled_dot_product_attention(*inputs, attn_mask=mask)
+    assert type(scaled_dot_product_attention(*inputs, attn_mask=mask)) is Tensor
 
 
 TRACERS: dict[str, Callable[..., Any]] = {
