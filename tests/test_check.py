@@ -440,6 +440,14 @@ def test_causal_and_scale_are_given_where_the_kernel_takes_them() -> None:
             check_attention(kernel, device="cpu", shape=SMALL)
 
 
+@pytest.mark.parametrize(
+    "wrap", [partial(torch.compile, backend="eager"), nn.DataParallel, lambda module: partial(module, attn_mask=None)]
+)
+def test_a_wrapped_module_is_called_as_the_module(wrap: Any) -> None:
+    (module := nn.Module()).forward = takes_no_mask
+    assert_safe(wrap(module), device="cpu", shape=SMALL, classes=("gaussian", "scale"))
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, partial(torch.autocast, "cpu", torch.bfloat16)])
 def test_the_mode_that_the_caller_is_in_is_no_fault_of_the_kernel(mode: Any) -> None:
     with mode():

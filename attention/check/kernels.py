@@ -130,8 +130,7 @@ def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
 
 def _users(name: str, function: Callable[..., Any]) -> Kernel:
     try:
-        forward = function.forward if isinstance(function, torch.nn.Module) else function
-        parameters = dict(inspect.signature(forward).parameters)
+        parameters = dict(inspect.signature(_forward(function)).parameters)
         names = list(parameters)
     except (TypeError, ValueError):  # a builtin
         parameters, names = {}, ["is_causal", "enable_gqa", "attn_mask"]
@@ -163,6 +162,18 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
         return _first(function(q, k, v, *(given[what] for what in by_place), **named))
 
     return Kernel(name, call, masks=masks)
+
+
+def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What names the parameters: wrappers of a module take ``*args``."""
+    if isinstance(function, partial):
+        return partial(_forward(function.func), *function.args, **function.keywords)
+    if isinstance(function, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+        return _forward(function.module)
+    module = getattr(function, "_orig_mod", function)  # of torch.compile
+    if module is not function:
+        return _forward(module)
+    return module.forward if isinstance(module, torch.nn.Module) else module
 
 
 def _as_torchs(function: Callable[..., Any], arguments: Container[str] = ("enable_gqa",)) -> Call:
