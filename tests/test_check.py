@@ -808,6 +808,15 @@ def test_one_command_makes_a_table_of_kernels_and_head_dims_and_keeps_what_it_ha
     assert rows_of(tmp_path / "cut.csv", "torch:math", "stopped:kernel", "--D", "64") == [two[2]]
 
 
+def test_shapes_that_differ_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--T", "64", "--T", "96", "--class", "mask_edges", "--device", "cpu")
+    assert main(["torch:math", *lengths, "--markdown", "--csv", str(tmp_path / "x.csv")]) == 0
+    assert re.findall(r"\| B 2 H 4 G 4 T (\d+) D 64 \|", capsys.readouterr().out) == ["64", "96"]
+    with (tmp_path / "x.csv").open(newline="") as file:
+        sizes = [[row[name] for name in ("batch", "heads", "key_heads", "length")] for row in csv.DictReader(file)]
+    assert sizes == [["2", "4", "4", T] for T in ("64", "96")]
+
+
 def test_a_kernel_that_no_class_can_be_tried_on_has_a_row_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plain", "--class", "captured_late", "--D", "32", "--device", "cpu", "--markdown"]) == 3
     assert "| `plain` | 32 | unverified |" in capsys.readouterr().out

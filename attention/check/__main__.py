@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-causal", dest="causal", action="store_false", help=not_causal)
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")
     parser.add_argument("--json", metavar="FILE", help="write the report there, of several a list; -: only print this")
-    parser.add_argument("--csv", metavar="FILE", help="write a row a kernel, head dim and class there")
+    parser.add_argument("--csv", metavar="FILE", help="write a row a kernel, shape and class there")
     parser.add_argument("--markdown", action="store_true", help="print only a table, a row a kernel")
     parser.add_argument("--reasons", action="store_true", help="only say why each class is there")
     options = parser.parse_args(arguments)

@@ -178,11 +178,13 @@ def side_by_side(a: Report, b: Report) -> str:
 
 
 def table(reports: Sequence[Report]) -> str:
+    shapes = [told_shape(report.cases[0], report) if report.cases else report.shape for report in reports]
+    alike = len({replace(shape, D=0) for shape in shapes}) < 2
     lines = [
-        "| kernel | head dim | verdict | rows of dS | dQ / plain | one-hot rows right to | same bits |",
+        f"| kernel | {'head dim' if alike else 'shape'} | verdict | rows of dS | dQ / plain | one-hot rows right to | same bits |",
         "| --- | ---: | --- | ---: | ---: | ---: | --- |",
     ]
-    for report in reports:
+    for report, shape in zip(reports, shapes, strict=True):
         measured: dict[str, list[float]] = {}
         for case in report.cases:
             for name, value in case.measures.items():
@@ -196,8 +198,9 @@ def table(reports: Sequence[Report]) -> str:
         if {case.verdict for case in report.cases} == {judge.UNVERIFIED}:
             found = [report.cases[0].reason[:80].replace("|", "\\|")]  # a bar would end the cell
         verdict = ": ".join([report.verdict, *[", ".join(found)] * bool(found)])
-        dim = head_dim(report.cases[0], report) if report.cases else report.shape.D
-        lines.append(f"| `{report.kernel}` | {dim} | {verdict} | {' | '.join(shown)} | {bits} |")
+        lines.append(
+            f"| `{report.kernel}` | {shape.D if alike else shape} | {verdict} | {' | '.join(shown)} | {bits} |"
+        )
     return "\n".join(lines)
 
 
@@ -207,19 +210,22 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def head_dim(case: Case, report: Report) -> int:
+def told_shape(case: Case, report: Report) -> Shape:
     """The one that was asked for; captured inputs have their own."""
-    return case.shape.D if case.name.endswith(".zip") else report.shape.D
+    return case.shape if case.name.endswith(".zip") else report.shape
 
 
 def csv_of(reports: Sequence[Report]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["kernel", "head_dim", "class", "verdict", *COLUMNS, "reason"])
+    names = ("head_dim", "batch", "heads", "key_heads", "length")
+    writer.writerow(["kernel", *names, "class", "verdict", *COLUMNS, "reason"])
     for report in reports:
         for case in report.cases:
             numbers = [f"{case.measures[name]:.3g}" if name in case.measures else "" for name in COLUMNS]
-            writer.writerow([report.kernel, head_dim(case, report), case.name, case.verdict, *numbers, case.reason])
+            shape = told_shape(case, report)
+            sizes = (shape.D, shape.B, shape.H, shape.G, shape.T)
+            writer.writerow([report.kernel, *sizes, case.name, case.verdict, *numbers, case.reason])
     return text.getvalue()
 
 
