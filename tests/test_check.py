@@ -573,8 +573,8 @@ def test_keys_with_ties_return_in_any_length(length: int) -> None:
     assert torch.equal(p.k[:, :, period:], p.k[:, :, :-period])
 
 
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
-def test_the_default_dtype_of_torch_changes_no_input(default: torch.dtype) -> None:
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.device("meta")], ids=str)
+def test_the_defaults_of_torch_change_no_input(default: Any) -> None:
     """A kernel's module may have set it."""
 
     def drawn() -> list[Tensor]:
@@ -582,11 +582,12 @@ def test_the_default_dtype_of_torch_changes_no_input(default: torch.dtype) -> No
         return [x for p in inputs for x in (p.q, p.k, p.v, p.do)]
 
     expected = drawn()
-    torch.set_default_dtype(default)
+    (torch.set_default_device if isinstance(default, torch.device) else torch.set_default_dtype)(default)
     try:
         assert same(drawn(), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 def test_the_column_of_ones_measures_row_sums_of_ds() -> None:

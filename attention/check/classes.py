@@ -79,8 +79,8 @@ def even(name: str, shape: Shape) -> Shape:
     return replace(shape, T=shape.T - ODD) if is_odd and name != "odd_length" else shape
 
 
-_normal = functools.partial(torch.randn, dtype=torch.float32)
-"""A kernel's module may have set another dtype as torch's default."""
+_normal = functools.partial(torch.randn, dtype=torch.float32, device="cpu")
+"""A kernel's module may have set another dtype or device as torch's default."""
 
 
 def _common(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -120,7 +120,7 @@ def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     q, k, v, do = x
     T, D = k.shape[2], k.shape[3]
     direction, shared = _normal(2, D, generator=generator)
-    slope = torch.linspace(-1, 1, T, dtype=torch.float32)[:, None] * direction
+    slope = torch.linspace(-1, 1, T, dtype=torch.float32, device="cpu")[:, None] * direction
     return [0.1 * q, 0.3 * k + 2 * shared, 0.1 * v + slope, 0.2 * do + direction]
 
 
@@ -140,14 +140,14 @@ def _low(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
 
 
 def _padding(s: Shape) -> Mask:
-    lengths = torch.tensor([s.T - s.T // 3 - 1 - b for b in range(s.B - 1)] + [s.T])
-    there = torch.arange(s.T) < lengths[:, None, None, None]
-    return Mask(there & torch.ones(s.T, s.T, dtype=torch.bool).tril())
+    lengths = torch.tensor([s.T - s.T // 3 - 1 - b for b in range(s.B - 1)] + [s.T], device="cpu")
+    there = torch.arange(s.T, device="cpu") < lengths[:, None, None, None]
+    return Mask(there & torch.ones(s.T, s.T, dtype=torch.bool, device="cpu").tril())
 
 
 def _window(s: Shape) -> Mask:
     width = s.T // 4 + 1
-    near = torch.ones(s.T, s.T, dtype=torch.bool).tril().triu(1 - width)
+    near = torch.ones(s.T, s.T, dtype=torch.bool, device="cpu").tril().triu(1 - width)
     # In the strides of padding: a compiled kernel is then the same.
     return Mask(near.repeat(s.B, 1, 1, 1), width)
 
@@ -261,7 +261,7 @@ def _last_feature_least(x: Inputs) -> Inputs:
     q, k, v, do = (t.float() for t in (x.q, x.k, x.v, x.do))
     n, D = q.shape[1] // k.shape[1], q.shape[-1]
     size = q.square().mean((0, 2)).unflatten(0, (-1, n)).mean(1) * k.square().mean((0, 2))
-    order_GD = torch.arange(D).repeat(len(size), 1)
+    order_GD = torch.arange(D, device="cpu").repeat(len(size), 1)
     least = size.argmin(-1, keepdim=True)
     order_GD.scatter_(1, least, D - 1)
     order_GD[:, -1:] = least
@@ -289,9 +289,9 @@ def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device
     own = (..., range(shape.T - n, shape.T), range(n))
     generator = torch.Generator().manual_seed(99)
     size = math.sqrt(logit * math.sqrt(shape.D))
-    q = torch.zeros(shape.B, shape.H, shape.T, shape.D, dtype=torch.float32)
-    q[own] = size * (1 + 0.1 * torch.rand(n, generator=generator, dtype=torch.float32))
-    k = torch.zeros(shape.B, shape.G, shape.T, shape.D, dtype=torch.float32)
+    q = torch.zeros(shape.B, shape.H, shape.T, shape.D, dtype=torch.float32, device="cpu")
+    q[own] = size * (1 + 0.1 * torch.rand(n, generator=generator, dtype=torch.float32, device="cpu"))
+    k = torch.zeros(shape.B, shape.G, shape.T, shape.D, dtype=torch.float32, device="cpu")
     k[own] = size
     v = _normal(shape.B, shape.G, shape.T, shape.D, generator=generator).bfloat16()
     do = _normal(shape.B, shape.H, shape.T, shape.D, generator=generator)

@@ -231,7 +231,7 @@ def signed_sums(
     """``signed``: as ``rows`` of ``accuracy``, of the error of sum_j dS_ij s_j, where the last feature of K is s_j = 1 or -1 by chance."""
     p = make("peaked_1000", shape, dtype, device, causal)
     k = p.k.clone()
-    k[..., -1] = torch.randint(2, k.shape[:-1], generator=torch.Generator().manual_seed(98)).to(k) * 2 - 1
+    k[..., -1] = torch.randint(2, k.shape[:-1], generator=torch.Generator().manual_seed(98), device="cpu").to(k) * 2 - 1
     p = replace(p, k=k)
     expected, _, row_size = exact(p)
     error = _last_column(call, p, run(call, p)[1]) - expected[1][..., -1]
