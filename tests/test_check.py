@@ -885,6 +885,10 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
         (["flahs", "--csv", "-"], "--csv -: expected a file in a folder that is there"),
         (["flash", "--json", "x", "--csv", "./x"], "--csv ./x: expected another file than --json has"),
         (["flash", "--inputs", "layer.npz"], "--inputs layer.npz: expected a file that ends in .zip"),
+        (
+            ["flash", "--inputs", "x.zip", "--T", "64"],
+            "--T beside --inputs alone: expected no sizes, as a file has its",
+        ),
         ([], "KERNEL: expected one or more"),
         (["flash", "--inputs", "none.zip"], "none.zip: no file of captured attention (No such file or directory)"),
         (["flash", "--inputs", "x" * 300 + ".zip"], ".zip: no file of captured attention (File name too long)"),

@@ -114,6 +114,12 @@ QUICK = (
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:
     usual = LENGTHS[device_of(options.device).type] // (2 if options.quick else 1)
+    if (
+        options.inputs
+        and not options.classes
+        and (beside := [f"--{name}" for name in _SIZES if getattr(options, name)])
+    ):
+        raise UserError(f"{beside[0]} beside --inputs alone: expected no sizes, as a file has its own")
     given = {name: getattr(options, name) or [None] for name in _SIZES}
     shapes = []
     for sizes in itertools.product(*given.values()):
