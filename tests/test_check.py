@@ -22,6 +22,7 @@ import torch
 from attention_cases import relative_errors, same
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as torchs
+from torch.utils.checkpoint import checkpoint
 
 import attention
 from attention.check import Case, Inputs, assert_safe, check_attention
@@ -1044,6 +1045,12 @@ def test_what_is_not_plain_attention_or_did_not_happen_is_refused() -> None:
         model(x).sum().backward()
     with pytest.raises(ValueError, match="expected the backward pass"), capture(model, [1]):
         model(x)
+
+
+def test_reentrant_checkpointing_is_named_as_what_capture_cannot_see() -> None:
+    (model := nn.Module()).forward = lambda x: checkpoint(lambda x: torchs(x, x, x), x, use_reentrant=True)
+    with pytest.raises(ValueError, match="needs use_reentrant=False"), capture(model, [0]):
+        model(torch.randn(1, 2, 8, 16, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def capture(
     """
     calls: dict[int, Inputs] = {}
     complete: dict[int, Inputs] = {}
+    reasons: dict[int, str] = {}
 
     def attend(seeing: Pass, number: int, run: Any, named: dict[str, Any]) -> Tensor:
         o: Tensor = run(*(named[name] for name in QKV))
@@ -178,6 +179,8 @@ def capture(
 
         if o.requires_grad:
             o.register_hook(output_gradient)
+        else:
+            reasons[number] = "an output that requires one (activation checkpointing needs use_reentrant=False)"
         return o
 
     seeing = Pass(None, attend)
@@ -192,7 +195,8 @@ def capture(
                 f"capture: layer {layer}: expected one of the {seeing.seen} calls of attention that were seen, from 0"
             )
         if layer not in complete:
-            raise ValueError(f"capture: layer {layer}: no gradient came: expected the backward pass in the block")
+            expected = reasons.get(layer, "the backward pass in the block")
+            raise ValueError(f"capture: layer {layer}: no gradient came: expected {expected}")
 
 
 def _is_causal(layer: int, named: dict[str, Any]) -> bool:
