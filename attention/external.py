@@ -5,6 +5,7 @@ Legend: B batch, H heads, T sequence, D head dim.
 
 import functools
 import math
+import threading
 import warnings
 from typing import Any
 
@@ -31,23 +32,31 @@ def loaded(name: str) -> Call:
     return kernel.call
 
 
+_RUNNING = threading.local()
+"""Kernels whose forward pass runs in this thread."""
+
+
 # It may be an extension, Triton, or PyTorch whose roundings a compiler would move: the compiler leaves it alone.
 @torch.compiler.disable
 def run(q: Tensor, k: Tensor, v: Tensor, kernel: str, *, scale: float, causal: bool, **_: Any) -> Tensor:
     """O [B, T, H, D] of the kernel of that name; other settings are given, too, and ignored.
 
-    Raises ``UserError`` for what is no such tensor, and for a ``TypeError``, as of a kernel that takes other arguments; its values only
-    ``check`` looks at, before the trainer starts.
+    Raises ``UserError`` for what is no such tensor, for a ``TypeError``, as of a kernel that takes other arguments, and for a kernel that
+    calls itself by torch's function, which it replaces; its values only ``check`` looks at, before the trainer starts.
     """
-    from .replace import left_alone
-
-    call = loaded(kernel)
-    with left_alone(), torch.autocast(q.device.type, enabled=False):  # its backward pass runs outside, too
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        try:
+    call, running = loaded(kernel), vars(_RUNNING)
+    if kernel in running:
+        expected = "expected replace_sdpa(None) around its own forward and backward pass"
+        raise UserError(f"attention kernel = {kernel!r}: it calls torch's function, which it replaces here: {expected}")
+    running[kernel] = True
+    try:
+        with torch.autocast(q.device.type, enabled=False):  # its backward pass runs outside, too
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             o = call(q, k, v, causal, scale)
-        except TypeError as error:  # not others: they may be of the device, or end a recomputation of checkpointing
-            raise UserError(f"attention kernel = {kernel!r}: it raises TypeError: {error}") from error
+    except TypeError as error:  # not others: they may be of the device, or end a recomputation of checkpointing
+        raise UserError(f"attention kernel = {kernel!r}: it raises TypeError: {error}") from error
+    finally:
+        del running[kernel]
     if (reason := _misfit(o, q)) is not None:
         raise UserError(f"attention kernel = {kernel!r}: {reason}")
     return o.transpose(1, 2)

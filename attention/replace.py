@@ -7,8 +7,8 @@ its own thread says; in a thread without one, torch's.
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
 from typing import Any
 
@@ -43,17 +43,6 @@ def replace_sdpa(numerics: str | AttentionSpec | None = RECOMMENDED) -> Abstract
         f"replace_sdpa: numerics = {numerics!r}: expected none that draws at random, as no seed reaches it",
     )
     return _Replacement(numerics, spec.label())
-
-
-@contextmanager
-def left_alone() -> Iterator[None]:
-    """Around a foreign kernel, which may call torch's function: in a block of that kernel it would reach itself."""
-    before = _THREAD.name, _THREAD.is_foreign
-    _THREAD.name, _THREAD.is_foreign = "", False
-    try:
-        yield
-    finally:
-        _THREAD.name, _THREAD.is_foreign = before
 
 
 class _Replacement(ContextDecorator):

@@ -185,11 +185,15 @@ def test_the_drop_in_takes_it_too() -> None:
     assert torch.equal(a, b)
 
 
-def test_a_kernel_that_calls_torchs_function_does_not_reach_itself_in_its_own_block(place: Place) -> None:
+def test_a_kernel_that_calls_torchs_function_is_refused_in_its_own_block(place: Place) -> None:
     q, spec = torch.randn(1, 2, 16, 8), AttentionSpec(preset="external", kernel="kernels_of_a_test:coarse")
-    expected = scaled_dot_product_attention(q, q, q, numerics=spec)
     with replace_sdpa(spec):
-        assert torch.equal(functional.scaled_dot_product_attention(q, q, q), expected)
+        for _ in range(2):
+            with pytest.raises(
+                UserError, match=r"it calls torch's function, which it replaces here: .* replace_sdpa\(None\)"
+            ):
+                functional.scaled_dot_product_attention(q, q, q)
+    assert scaled_dot_product_attention(q, q, q, numerics=spec).isfinite().all()
 
 
 @pytest.mark.parametrize(("kernel", "given"), [("transposed", "shape"), ("nothing", "a NoneType"), ("wide", "float64")])

@@ -20,8 +20,8 @@ SIZE_WRONG = 2.0**-5
 """Largest error of a row over its size without cancellation. No rounding to BF16 exceeds it: 0.008 is the worst of right kernels."""
 EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full", "padding", "window", "scale")
 WELL_CONDITIONED = 6.0
-"""Largest ratio of errors in the classes EASY, where nothing enlarges a rounding error. Right kernels have 1.8 or less in any dtype (the
-kernel ``plain``; flash kernels 1.7), those with dQ added or L in BF16 2.6 and 4.0 at T 1,024; a dQ that is 2 % too large has 7."""
+"""Largest ratio of errors in the classes EASY, where nothing enlarges a rounding error. Right kernels have 2.2 or less in any dtype (dV
+with grouped keys), those with dQ added or L in BF16 2.6 and 4.0 at T 1,024; a dQ that is 2 % too large has 7."""
 LOST = 0.8
 """An O, dK or dV that is this far off, over its own size, has no more to do with the right one, if its error is also FAR times
 plain attention's. In any class; not dQ, which an error of delta alone puts off by 27 times its size."""

@@ -170,8 +170,11 @@ def within_checkpoint() -> bool:
 
 
 def compiled_within(model: nn.Module) -> list[nn.Module]:
-    """Modules inside that are compiled themselves."""
-    wrapper = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())
+    """Modules inside that are compiled themselves; none where the compiler is off, as by TORCHDYNAMO_DISABLE."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None or dynamo.config.disable:
+        return []
+    wrapper = dynamo.OptimizedModule
     compiled = (x for x in model.modules() if isinstance(x, wrapper) or x._compiled_call_impl is not None)
     return [module for module in compiled if module is not model]
 
