@@ -981,6 +981,29 @@ class Own(Block):
         return o.transpose(1, 2) if self.layout == "BTHD" else o
 
 
+class _Misreads(torch.autograd.Function):
+    """Takes dO [B, H, T, D] for [B, T, H, D] in memory, as a kept plan for another layout does (docs/kernels.md)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    @staticmethod
+    @torch.enable_grad()
+    def backward(ctx: Any, do: Tensor) -> Any:
+        qkv = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        o = functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+        return torch.autograd.grad(o, qkv, do.transpose(1, 2).reshape(do.shape))
+
+
+class Misreading(Own):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = _Misreads.apply(q, k, v)
+        self.watcher.look(q, k, v, o, layer=self.number, causal=True)
+        return o
+
+
 def looked_at(model: nn.Module) -> tuple[dict[str, Any], list[str]]:
     said: list[str] = []
     with watch(model, every=1, say=said.append) as seen:
@@ -1007,6 +1030,12 @@ def test_attention_that_is_handed_over_is_measured_as_torchs(layout: str, compil
         if isinstance(found[name], list):
             # Gradients of two formulas, which differ by FP32's rounding.
             torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_kernel_that_misreads_do_shows_in_dq_error() -> None:
+    (right,), (wrong,) = (looked_at(nn.Sequential(kind(3)))[0]["dq_error"][-1:] for kind in (Own, Misreading))
+    assert max(right) < 1e-4
+    assert min(wrong) > 0.3
 
 
 class Mixer(nn.Module):
