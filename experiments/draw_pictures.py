@@ -79,7 +79,7 @@ def front() -> Figure:
 
 def larger_text() -> Figure:
     colors = {"swiglu_flash_larger": ORANGE, "swiglu_from_p_larger": GREEN, "swiglu_consistent_larger": BLUE}
-    of_loss = (900, 5.0, "flash: fails\nin 3 of 4", ORANGE), (1500, 0.25, "both others: stable", BLUE)
+    of_loss = (900, 5.0, "flash: fails\nin 3 of 4", ORANGE), (900, 0.25, "flash_consistent, delta from P: stable", BLUE)
     of_logits = (1300, 1.2e6, "flash", ORANGE), (2500, 25, "flash_consistent", BLUE), (2500, 9, "delta from P", GREEN)
     return loss_and_logits(colors, "max_logit_1", of_loss, of_logits, "who_is_at_risk/gpt2/runs")
 
