@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from kernel_tests import there
+from kernel_tests import INTERPRETED, patch_once_a_launch, there
 
 if TYPE_CHECKING:
     from tiny_runs import Place
@@ -24,6 +24,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Fixtures of a module come before those of a test.
 torch.set_num_threads(1)
+if INTERPRETED:
+    patch_once_a_launch()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +15,27 @@ import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def patch_once_a_launch() -> None:
+    """Halve the time of Triton's interpreter; what it computes stays.
+
+    It puts its functions into ``triton.language`` at each launch. They are there until the launch ends, and yet it puts them there again
+    whenever one jitted function calls another, for which it looks through the whole module.
+    """
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+
+    def patch_where_needed(function: Any) -> Any:
+        needed = tl.core.is_builtin(tl.load) or tl.core.is_builtin(tl.core.load)
+        return patch(function) if needed else SimpleNamespace(restore=lambda: None)
+
+    # Not part of Triton's interface: another version may do without it.
+    if patch := getattr(interpreter, "_patch_lang", None):
+        interpreter._patch_lang = patch_where_needed
 
 
 def pass_in_the_interpreter(*arguments: str) -> None:
