@@ -213,10 +213,13 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+PRINTS = "from attention.user_error import command_line\nwith command_line():\n    print('said')"
+
+
 @pytest.mark.parametrize(("output", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")])
 @pytest.mark.parametrize("buffered", ["", "1"])
 def test_a_stdout_that_takes_nothing_is_one_line(output: str, why: str, buffered: str) -> None:
-    command = f"{sys.executable} -m attention.check --reasons {output}"
+    command = f'{sys.executable} -c "{PRINTS}" {output}'
     done = completed(["sh", "-c", command], env=os.environ | {"PYTHONUNBUFFERED": buffered})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith(f"error: standard output: {why}")
