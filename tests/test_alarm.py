@@ -277,17 +277,16 @@ def test_a_log_with_another_type_or_length_is_no_file_of_watch(wrong: dict[str, 
         main([str(path)])
 
 
-def test_the_command_says_the_verdict_or_exits_with_2(tmp_path: Path) -> None:
+def test_main_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "watch.jsonl"
     path.write_text('{"step": 0, "clock": 0, "max_logit": [["nan"]]}\n')
-    cases = (
-        ([str(path)], 0, "UNCLEAR: no record has finite logits"),
-        ([], 2, "error: usage: "),
-        ([__file__], 2, f"error: {__file__}: expected a file that watch(log=...) wrote"),
-    )
-    for arguments, code, words in cases:
-        command = [sys.executable, "-m", "attention.watching", *arguments]
-        done = completed(command)
-        assert done.returncode == code
-        assert (done.stderr if code else done.stdout).startswith(words)
-        assert len(done.stderr.splitlines()) == bool(code)
+    main([str(path)])
+    assert capsys.readouterr().out.startswith("UNCLEAR: no record has finite logits")
+    with pytest.raises(UserError, match=r"^usage: "):
+        main([])
+
+
+def test_the_command_says_a_mistake_in_one_line() -> None:
+    done = completed([sys.executable, "-m", "attention.watching", __file__])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"error: {__file__}: expected a file that watch(log=...) wrote")
