@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attention import replace_sdpa, watch
 
-multiprocessing.set_forkserver_preload(["torch"])
+# What this file imports, once and not in each process; none of it starts a thread.
+multiprocessing.set_forkserver_preload(["torch", "tiny_runs", "test_watching"])
 HALVES = torch.randn(2, B, T, C, generator=torch.Generator().manual_seed(0))
 
 
