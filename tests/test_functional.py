@@ -635,7 +635,9 @@ def test_a_head_dim_may_have_any_stride(numerics: str, shape: tuple[int, ...]) -
     attend = functools.partial(scaled_dot_product_attention, numerics=numerics)
     do = torch.ones_like(inputs[0])
     copies = tuple(x.clone(memory_format=torch.contiguous_format) for x in inputs)
-    assert same(results(attend, inputs, do), results(attend, copies, do))
+    # Not the same bits: BLAS may add the products of a transposed matrix in another order, and on some CPUs does.
+    for a, b in zip(results(attend, inputs, do), results(attend, copies, do), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def eager_or_compiled(how: str) -> Any:
