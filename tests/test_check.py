@@ -2,8 +2,6 @@
 
 import contextlib
 import csv
-import functools
-import importlib.metadata
 import io
 import json
 import math
@@ -11,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,15 +37,6 @@ from attention.check.report import csv_of, reasons, table
 from errors import UserError
 
 device = kernel_tests.device
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _packages_are_listed_once() -> Iterator[None]:
-    """A report names the versions of packages. To find theirs it reads which files all of them have: that was half of these tests' time."""
-    with pytest.MonkeyPatch.context() as patch:
-        listed = functools.cache(importlib.metadata.packages_distributions)
-        patch.setattr(importlib.metadata, "packages_distributions", listed)
-        yield
 
 
 SMALL = Shape(B=2, H=4, G=4, T=96, D=32)
