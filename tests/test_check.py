@@ -45,6 +45,14 @@ TILE = 32
 PACKAGED = [name for name, chosen in CLASSES.items() if chosen.packaged]
 
 
+def _added(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b, its products of tiles summed in ``dtype``."""
+    total = torch.zeros((), dtype=dtype)
+    for j in range(0, a.shape[-1], TILE):
+        total = total + (a[..., j : j + TILE].float() @ b[..., j : j + TILE, :].float()).to(dtype)
+    return total
+
+
 class _Tiled(torch.autograd.Function):
     """Flash attention's formulas in PyTorch; ``fault`` names what is done wrong. Good otherwise: delta is made from an FP32 O."""
 
@@ -88,11 +96,9 @@ class _Tiled(torch.autograd.Function):
         if ctx.fault == "delta of the next row":
             delta = delta.roll(1, -2)
         ds = (p * (do.float() @ values.mT - delta) * ctx.scale).to(q.dtype)
-        tiles = [ds[..., j : j + TILE].float() @ keys[..., j : j + TILE, :] for j in range(0, ds.shape[-1], TILE)]
-        dq = torch.zeros_like(q, dtype=q.dtype if ctx.fault == "dQ added in BF16" else torch.float32)
-        for tile in tiles:
-            dq = dq + tile.to(dq.dtype)
-        dk, dv = ds.float().mT @ q.float(), p.to(q.dtype).float().mT @ do.float()
+        dq = _added(ds, keys, q.dtype if ctx.fault == "dQ added in BF16" else torch.float32)
+        sums = q.dtype if ctx.fault == "dK and dV added in BF16" else torch.float32
+        dk, dv = _added(ds.mT, q, sums), _added(p.to(q.dtype).mT, do, sums)
         if ctx.fault == "dK without scale":
             dk = dk / ctx.scale
         if ctx.fault == "dK of the last tile is 0":
@@ -305,6 +311,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (spoiled(lambda _, __, dq, dk, dv: (dq, dk.index_copy(2, KEY_0, dk[:, :, :1] / 2), dv)), "gaussian", "wrong", "dk"),
     (cuts_o, "values_of_one_sign", "at risk", "rounded to one side"),
     (tiled("dQ added in BF16"), "cancelling_tiles", "at risk", ""),
+    (tiled("dK and dV added in BF16"), "cancelling_queries", "at risk", "errors: dk has "),
     (tiled("last tile dropped"), "last_key", "wrong", ""),
     (tiled("mask off by one"), "mask_edges", "wrong", ""),
     (nan_where_dv_is_0, "mask_edges", "wrong", "mask: "),

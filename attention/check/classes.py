@@ -124,6 +124,12 @@ def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     return [0.1 * q, 0.3 * k + 2 * shared, 0.1 * v + slope, 0.2 * do + direction]
 
 
+def _cancelling_queries(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    q, k, v, do = x
+    k, q, do, _ = _cancelling([k, q, do, v], generator)
+    return [q, k, v, do]
+
+
 def _apart(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     """Logits are -3 on average: a key of zeros, with its logit of 0, would have six to ten times the mean weight."""
     q, k, v, do = x
@@ -203,6 +209,10 @@ CLASSES: dict[str, InputClass] = {
     "low_masked": InputClass(
         "the same with a mask, half of the last tile of 128 empty: torch 2.11's cuDNN makes NaNs in dQ (pytorch 196678)",
         _low, _half_tile, mask=_padding,
+    ),
+    "cancelling_queries": InputClass(
+        "dO changes its sign midway along queries with a shared part: sums of dK and dV grow large before they cancel",
+        _cancelling_queries, causal=False,
     ),
 }  # fmt: skip
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
