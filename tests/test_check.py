@@ -138,6 +138,14 @@ def blind_tail(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0
     return torchs(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
 
 
+def adds_to_what_is_hidden(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None
+):
+    """An additive mask that hides usual logits, not those of 10,000 and more."""
+    visible = torch.ones(query.shape[2], query.shape[2]).tril().bool() if attn_mask is None else attn_mask
+    return torchs(query, key, value, (-1e4 * ~visible).to(query.dtype), scale=scale)
+
+
 def with_keys_of_zeros(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return plain(q, *(nn.functional.pad(x, (0, 0, 0, -x.shape[2] % TILE)) for x in (k, v)), causal, scale)
 
@@ -315,6 +323,8 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("last tile dropped"), "last_key", "wrong", ""),
     (tiled("mask off by one"), "mask_edges", "wrong", ""),
     (nan_where_dv_is_0, "mask_edges", "wrong", "mask: "),
+    (adds_to_what_is_hidden, "mask_edges", "wrong", "mask: "),
+    (adds_to_what_is_hidden, "padding", "wrong", "mask: "),
     (tiled("mask of the partial tile off by one"), "odd_length", "wrong", "O or dV reads what is masked"),
     (with_keys_of_zeros, "full", "wrong", ""),
     (blind_tail, "padding", "wrong", "mask: "),

@@ -162,7 +162,8 @@ def _garbage(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
     q, k, v, do = x
     B, _G, T, _D = k.shape
     there = _padding(Shape(B=B, T=T)).visible[:, :, -1, :, None]
-    return [q, torch.where(there, k, 30 * k), torch.where(there, v, 1000 * v), do]
+    # About the largest that FP16 holds. Logits then pass 1e5, and an additive mask of -1e4 does not hide them.
+    return [q, torch.where(there, k, 6e4 * k.sign()), torch.where(there, v, 1000 * v), do]
 
 
 CLASSES: dict[str, InputClass] = {
