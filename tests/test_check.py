@@ -545,6 +545,15 @@ def test_captured_inputs_that_say_nothing_are_refused(name: str, value: float, w
         check_attention("torch:math", device="cpu", classes=file)
 
 
+@pytest.mark.parametrize(("name", "told"), [("gaussian", True), ("peaked_1000", False)])
+def test_a_safe_verdict_of_captured_inputs_with_small_logits_is_told_to_say_nothing(
+    name: str, told: bool, tmp_path: Path
+) -> None:
+    make(name, SMALL, torch.bfloat16, CPU).save(file := tmp_path / "x.zip")
+    text = check_attention("torch:math", device="cpu", classes=str(file)).text()
+    assert (f"\n{file}: largest logit 4" in text, "safe says nothing here" in text) == (told, told)
+
+
 def test_a_capture_of_one_position_has_no_gradient_of_q_to_judge(tmp_path: Path) -> None:
     make("gaussian", SMALL, torch.bfloat16, CPU).part(length=1).save(file := tmp_path / "x.zip")
     report = check_attention("torch:math", device="cpu", classes=str(file))

@@ -133,6 +133,7 @@ def accuracy(
 ) -> dict[str, float]:
     """Errors of a class of inputs, and what rows of dS sum to.
 
+    - ``largest_logit``: in size, of those that a query sees
     - ``error_X``: ||X - exact|| / ||exact||, unless the latter is 0 but for FP64's rounding; ``ratio_X``: that over the baseline's, see
       ``plain``, which in FP16 and FP32 counts as FP32's rounding of the largest logit at least; ``size_X``: over X's norm without
       cancellation; ``worst_X``: that of the worst row
@@ -158,8 +159,8 @@ def accuracy(
     found = run(call, p)
     # Products of 16-bit numbers are often exact in plain attention: it is held to no less than FP32's rounding of the largest logit, as
     # kernels that use exp2 have. In BF16 the rounding of P is larger.
-    least = 2.0**-24 * (1 if dtype == torch.bfloat16 else max(1.0, _largest_logit(p)))
-    measures: dict[str, float] = {}
+    measures = {"largest_logit": _largest_logit(p)}
+    least = 2.0**-24 * (1 if dtype == torch.bfloat16 else max(1.0, measures["largest_logit"]))
     for x, a, b, e, size in zip(NAMES, found, base, expected, sizes, strict=True):
         if not bool(a.isfinite().all()):
             measures[f"error_{x}"] = math.inf
