@@ -34,7 +34,7 @@ fi
 if [ -z "$python" ]; then
   [ -x .venv/bin/python ] || python3 -m venv .venv
   python=.venv/bin/python
-  echo "== installing into .venv"
+  echo "== installing into .venv: 2.7 GB, some minutes in which nothing is printed"
   "$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[train]'
 fi
 "$python" train.py configs/quickstart.py --help > /dev/null || exit # says what that interpreter lacks
