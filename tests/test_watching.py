@@ -435,6 +435,24 @@ def test_steps_of_an_optimizer_inside_another_are_counted() -> None:
     assert (seen.record["step"], seen.record["clock"]) == (2, pytest.approx(0.2))
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_steps_that_a_scaler_skips_are_counted(wrapped: bool) -> None:
+    """In FP16 a run that has died makes no other. A watch that closes before the other ends nothing."""
+    model, scalers_step = Model(), torch.amp.GradScaler.step
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, scaler = Around(inner) if wrapped else inner, torch.amp.GradScaler("cpu")
+    with watch(model, every=1, optimizer=optimizer, say=lambda line: None) as seen:
+        inside = watch(model, optimizer=inner, say=lambda line: None)
+        for step in range(4):
+            scaler.scale(model(data(step)) * (math.inf if step else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 1:
+                inside.close()
+    assert (seen.record["step"], seen.record["clock"]) == (3, pytest.approx(0.3))
+    assert torch.amp.GradScaler.step is scalers_step
+
+
 def test_a_frozen_first_group_does_not_stop_the_clock() -> None:
     frozen, free = (model := Model()).blocks
     groups = [{"params": frozen.parameters(), "lr": 0.0}, {"params": free.parameters()}]

@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,7 @@ class Watch:
         ]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_post_hook(Hook(self._stepped)))
+            _count_skipped(self, optimizer)
 
     def __enter__(self) -> "Watch":
         return self
@@ -132,6 +134,7 @@ class Watch:
             self._warn("steps", f"{none}: expected the one that the loop steps")
 
     def _leave(self) -> None:
+        _count_no_more(self)
         while self._hooks:
             self._hooks.pop().remove()
         with self._lock:
@@ -449,6 +452,40 @@ class Watch:
             self._say(f"{found}; run the control{rates}")
 
 
+_counted: "weakref.WeakKeyDictionary[Watch, torch.optim.Optimizer]" = weakref.WeakKeyDictionary()
+"""Open watches with an optimizer; one that is never closed is not kept."""
+_COUNTED_LOCK = threading.Lock()
+
+
+def _count_skipped(watch: Watch, optimizer: torch.optim.Optimizer) -> None:
+    """Wrap the step of ``GradScaler`` while any watch has an optimizer: a step that it skips runs no hook of the optimizer."""
+    with _COUNTED_LOCK:
+        _counted[watch] = optimizer
+        if not hasattr(torch.amp.GradScaler.step, "counts_skipped"):
+            torch.amp.GradScaler.step = _counting(torch.amp.GradScaler.step)  # type: ignore[method-assign]
+
+
+def _count_no_more(watch: Watch) -> None:
+    with _COUNTED_LOCK:
+        step: Any = torch.amp.GradScaler.step
+        if _counted.pop(watch, None) is not None and not _counted and hasattr(step, "counts_skipped"):
+            torch.amp.GradScaler.step = step.__wrapped__  # type: ignore[method-assign]
+
+
+def _counting(scalers_step: Any) -> Any:
+    @functools.wraps(scalers_step)
+    def step(scaler: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+        of = [(watch, watch._step) for watch, counted in _counted.items() if counted is _innermost(optimizer)]
+        made = scalers_step(scaler, optimizer, *args, **more)
+        for watch, before in of:
+            if watch._step == before:
+                watch._stepped()
+        return made
+
+    step.counts_skipped = True  # type: ignore[attr-defined]
+    return step
+
+
 class Unwatched:
     """What a copy of a ``Watch`` is, as in a copy of the model that keeps it: it looks at nothing."""
 
@@ -522,13 +559,11 @@ def _rate(optimizer: torch.optim.Optimizer) -> float:
     return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
-def _within(optimizer: Any) -> Any:
+def _innermost(optimizer: Any) -> Any:
     """The optimizer whose steps can be counted: the one inside Accelerate's, which is an instance of torch's class without its hooks."""
     while optimizer is not None and not hasattr(optimizer, "_optimizer_step_post_hooks"):
         inner = getattr(optimizer, "optimizer", None)
-        expected = "one of torch, or of Accelerate around one"
-        _require(isinstance(inner, torch.optim.Optimizer), "optimizer", type(optimizer).__name__, expected)
-        optimizer = inner
+        optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
     return optimizer
 
 
@@ -552,7 +587,8 @@ def watch(
         every: steps between two looks. Where modules inside are compiled, the first pass is looked at, too.
         log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
             takes growth, and which layers ran away; of those from ``start`` on the next record says that they count no more.
-        optimizer: counts the steps, and its largest learning rate is the alarm's clock. Without it a training forward pass is a step.
+        optimizer: counts the steps, those that a ``GradScaler`` skips, too, and its largest learning rate is the alarm's clock. Without
+            it a training forward pass is a step.
         wandb: a W&B run; a look adds a table to the row that the loop logs next (after two looks, the later one's).
         warm_up: steps at the start that the alarm ignores: the learning rate's warm-up.
         sequences: how many of the batch are looked at, from the first.
@@ -572,7 +608,9 @@ def watch(
     _require(callable(say), "say", say, "a function of one line")
     _require(isinstance(log, str | Path | None), "log", log, "a path or None")
     _require(isinstance(optimizer, torch.optim.Optimizer | None), "optimizer", optimizer, "an optimizer or None")
-    optimizer = _within(optimizer)
+    given, optimizer = optimizer, _innermost(optimizer)
+    expected = "one of torch, or of Accelerate around one"
+    _require((given is None) == (optimizer is None), "optimizer", type(given).__name__, expected)
     rated = optimizer is None or all(group.get("lr") is not None for group in optimizer.param_groups)
     _require(rated, "optimizer", type(optimizer).__name__, "one whose groups all have a learning rate, or None")
     _require(isinstance(rule, GrowthRule | None), "rule", rule, "a GrowthRule or None")
