@@ -174,7 +174,7 @@ def test_a_run_says_each_layer_once_and_changes_no_bit(place: Place, capsys: pyt
 
 def look(step: int, logit: float, **columns: list[float]) -> dict[str, Any]:
     """Two layers of two heads; the second has the logit and the columns."""
-    columns = {"dq_error": [0.1, 0.1], **columns}
+    columns = {"dq_error": [0.01, 0.01], **columns}
     return {"step": step, "clock": step, "max_logit": [[1.0, 1.0], [logit, logit]]} | {
         name: [[0.0, 0.0], values] for name, values in columns.items()
     }
@@ -201,14 +201,16 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([look(0, 50.0), look(100, 90.0), look(200, 90.0), look(300, math.nan)], "UNCLEAR"),
         ([look(0, 50.0), look(199, 90.0), look(200, 90.0), look(201, math.nan)], "NO"),
         ([look(0, 50.0), look(100, 1e5), look(200, 50.0)], "UNCLEAR"),
-        ([look(step, 50.0, dq_error=[0.1, 5.0 if step < 3 else 0.1]) for step in range(4)], "SUSPECT"),
+        ([look(step, 50.0, dq_error=[0.01, 5.0 if step < 3 else 0.01]) for step in range(4)], "SUSPECT"),
+        ([look(step, 50.0, dq_error=[0.01, 0.5 if step < 3 else 0.01]) for step in range(5)], "UNCLEAR"),
+        ([look(step, 50.0, dq_error=[0.01, 0.5 if step < 2 else 0.01]) for step in range(4)], "NO"),
         ([look(0, 50.0, dq_error=[0.8, 0.8])], "SUSPECT"),
         ([*(look(step, 50.0) for step in range(3)), look(3, 50.0, dq_error=[0.8, 0.8])], "SUSPECT"),
-        ([look(step, 50.0, dq_error=[0.8 if step < 2 else 0.1] * 2) for step in range(4)], "SUSPECT"),
+        ([look(step, 50.0, dq_error=[0.8 if step < 2 else 0.01] * 2) for step in range(4)], "SUSPECT"),
         ([NO_GRADIENT, *(look(step, 50.0) for step in (5, 6))], "UNCLEAR"),
         ([look(0, math.nan), *(look(step, 50.0) for step in (1, 2, 3)), look(9, math.nan)], "UNCLEAR"),
-        ([look(0, 50.0, dq_error=[0.1, 2.0], delta_error=[1e-7, 1e-3])], "SUSPECT"),
-        ([look(0, 50.0, dq_error=[0.1, 2.0], delta_error=[1e-7, 1e-7])], "UNCLEAR"),
+        ([look(0, 50.0, dq_error=[0.01, 2.0], delta_error=[1e-7, 1e-3])], "SUSPECT"),
+        ([look(0, 50.0, dq_error=[0.01, 2.0], delta_error=[1e-7, 1e-7])], "UNCLEAR"),
         (RUNS_AWAY, "SUSPECT"),
         ([look(0, 50.0, nan_made=[0.0, 1.0]), look(100, math.nan)], "KERNEL"),
         ([without_gradients(step) for step in range(5)], "UNCLEAR"),
@@ -235,6 +237,12 @@ def test_frozen_layers_are_named_and_their_logits_do_not_count() -> None:
     assert first.startswith("NO: in the 1 layers with a gradient")
     assert "is 1, in layer 0" in largest
     assert frozen.startswith("Frozen layers")
+
+
+def test_the_layer_whose_kernel_is_wrong_is_named_with_its_error() -> None:
+    first, _, test, *_ = answer([look(step, 50.0, dq_error=[0.3, 0.4]) for step in range(4)])
+    assert first == "UNCLEAR: dQ of layer 1 is off by 0.5 of its size."
+    assert test.startswith("Test the kernel: python -m low_precision_attention.check")
 
 
 @pytest.mark.parametrize(
