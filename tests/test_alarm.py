@@ -239,6 +239,16 @@ def test_frozen_layers_are_named_and_their_logits_do_not_count() -> None:
     assert frozen.startswith("Frozen layers")
 
 
+@pytest.mark.parametrize(("logit", "first"), [(50.0, "NO"), (150.0, "UNCLEAR")])
+def test_a_layer_whose_queries_alone_take_no_gradient_is_named_and_its_logits_count(logit: float, first: str) -> None:
+    records = [look(step, logit) | {"frozen_q": [1]} for step in range(5)]
+    for record in records:
+        record["dq_error"][1] = None
+    said = answer(records)
+    assert said[0].startswith(first)
+    assert said[2] == "Layers whose queries take no gradient though their keys do, so that dQ says nothing: 1."
+
+
 def test_the_layer_whose_kernel_is_wrong_is_named_with_its_error() -> None:
     first, _, test, *_ = answer([look(step, 50.0, dq_error=[0.3, 0.4]) for step in range(4)])
     assert first == "UNCLEAR: dQ of layer 1 is off by 0.5 of its size."

@@ -369,6 +369,12 @@ def test_layers_that_take_no_gradient_are_frozen_but_not_those_whose_checkpoint_
     assert seen.record.get("frozen") == (None if checkpointed else [0])
 
 
+def test_a_query_without_a_gradient_whose_key_has_one_is_told_from_a_frozen_layer() -> None:
+    """As in the first layer with adapters on keys alone."""
+    found = record_of(torch.randn(B, H, T, D), torch.randn(B, H, T, D, requires_grad=True), is_causal=True)
+    assert (found["frozen_q"], "frozen" in found) == ([0], False)
+
+
 def test_another_number_of_calls_is_one_warning() -> None:
     """As where layers are skipped at random: another layer has that number then."""
     model = Model()

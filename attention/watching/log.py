@@ -52,7 +52,7 @@ def _is_record(record: Any) -> bool:
         len(values) == n for column in columns for values, n in zip(column, heads, strict=True) if values is not None
     ]
     numbers = [record["step"], record["clock"], record.get("hidden", 0), record.get(BACK_TO, 0)]
-    numbers += [*layers_of(record), *record.get("frozen", [])]
+    numbers += [*layers_of(record), *record.get("frozen", []), *record.get("frozen_q", [])]
     numbers += [x for column in columns for values in column for x in values or []]
     right = all(isinstance(x, int | float) for x in numbers)
     return right and bool(heads) and all(heads) and all(fits) and len(layers_of(record)) == len(heads)

@@ -55,6 +55,8 @@ class Look:
         """Layers whose gradients have not come; none once the look is over."""
         self.frozen: list[int] = []
         """Layers whose queries and keys take no gradient, though gradients are on, which reentrant checkpointing switches off."""
+        self.frozen_q: list[int] = []
+        """Layers whose keys take one, but not their queries, as the first one of adapters on keys alone."""
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._calls
@@ -127,8 +129,8 @@ class Look:
             sinks_H=None if sinks is None else sinks.detach().to(torch.float32, copy=True),
             kernel=again,
         )
-        if torch.is_grad_enabled() and o is not None and not (q.requires_grad or k.requires_grad):
-            self.frozen.append(layer)
+        if torch.is_grad_enabled() and o is not None and not q.requires_grad:
+            (self.frozen_q if k.requires_grad else self.frozen).append(layer)
         if o is None or not o.requires_grad:
             return
         self.awaited.add(layer)

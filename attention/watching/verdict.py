@@ -71,6 +71,9 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if frozen:
         names = ", ".join(map(str, frozen))
         notes.append(f"Frozen layers, whose queries and keys take no gradient: {names}.")
+    if without := sorted({layer for record in finite for layer in record.get("frozen_q", [])}):
+        names = ", ".join(map(str, without))
+        notes.append(f"Layers whose queries take no gradient though their keys do, so that dQ says nothing: {names}.")
     tops = {layer: max(of) for layer, *of in zip(layers, *map(_tops, finite), strict=True) if layer in judged}
     top = max(tops.values())
     span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
@@ -169,7 +172,7 @@ def _columns(record: dict[str, Any]) -> list[tuple[int, list[float] | None, list
 def _is_measured(record: dict[str, Any]) -> bool:
     """Whether some layer has a gradient, and each that is not frozen."""
     there = [bool(heads) for _, heads, _ in _columns(record)]
-    frozen = record.get("frozen", [])
+    frozen = record.get("frozen", []) + record.get("frozen_q", [])
     return any(there) and all(one or layer in frozen for one, layer in zip(there, layers_of(record), strict=True))
 
 

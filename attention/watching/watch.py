@@ -385,8 +385,7 @@ class Watch:
             more["layers"] = list(found)
         if self._hidden:
             more["hidden"] = len(self._hidden)
-        if look.frozen:
-            more["frozen"] = look.frozen
+        more |= {name: of for name in ("frozen", "frozen_q") if (of := getattr(look, name))}
         if self._back_to is not None:
             more[BACK_TO], self._back_to = self._back_to, None
         self.record = {"step": look.step, "clock": look.clock, **more, **lists}
