@@ -1111,6 +1111,16 @@ def test_what_a_file_cannot_say_is_not_captured(call: Callable[[Tensor], Tensor]
         model(torch.randn(1, 2, 8, 8, requires_grad=True))
 
 
+def test_a_call_that_cannot_be_captured_ends_no_training_and_costs_the_other_layers_nothing() -> None:
+    (model := nn.Module()).forward = lambda x: torchs(*(torchs(x, x, x, is_causal=True),) * 3, dropout_p=0.1)
+    with (
+        pytest.warns(UserWarning, match="layer 1: expected .* no dropout.*it is left out"),
+        capture(model, [0, 1]) as calls,
+    ):
+        model(torch.randn(1, 2, 8, 8, requires_grad=True)).sum().backward()
+    assert list(calls) == [0]
+
+
 def test_values_of_another_head_dim_are_refused_by_name() -> None:
     class Narrow(nn.Module):
         def forward(self, q: Tensor) -> Tensor:

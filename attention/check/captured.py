@@ -13,6 +13,7 @@ Legend: B batch, H query heads, G key heads, T length, D head dim.
 import contextlib
 import json
 import math
+import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -151,12 +152,14 @@ def capture(
             seen, as ``watch`` sees them; they are numbered from 0.
         about: JSON values to keep with them, as step, loss, commit, GPU.
 
-    The pass computes what it computes without this; a compiled model runs uncompiled. Raises ``ValueError`` for a layer that made no call,
-    got no gradient, or is not plain attention: a mask that is not causal, a bias, dropout, a soft-cap, sinks, values of another head dim.
+    The pass computes what it computes without this; a compiled model runs uncompiled. A call that is not plain attention (a mask that is
+    not causal, a bias, dropout, a soft-cap, sinks, values of another head dim) is left out with a warning. At the end of the block it
+    raises ``ValueError`` if that leaves no layer, and for a layer that made no call or got no gradient.
     """
     calls: dict[int, Inputs] = {}
     complete: dict[int, Inputs] = {}
     reasons: dict[int, str] = {}
+    left_out: dict[int, str] = {}
 
     def attend(seeing: Pass, number: int, run: Any, named: dict[str, Any]) -> Tensor:
         o: Tensor = run(*(named[name] for name in QKV))
@@ -164,7 +167,12 @@ def capture(
             return o
         dtype = o.dtype  # of the hook below, which must not hold o: a graph that its own hooks keep is never freed
         with _disable_current_modes():  # selective checkpointing tells operations apart by their order
-            causal = _is_causal(number, named)
+            try:
+                causal = _is_causal(named)
+            except ValueError as error:
+                left_out[number] = f"capture: layer {number}: {error}"
+                warnings.warn(f"{left_out[number]}; it is left out, and the training goes on", stacklevel=2)
+                return o
             q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
             q, k, v = (x.expand(1, *x.shape) if x.ndim < 3 else x for x in (q, k, v))
             # As torch broadcasts them: q to the heads of o, all to its batch, and of k and v one to the heads of the other.
@@ -190,6 +198,8 @@ def capture(
     finally:
         seeing.close()
     for layer in layers:
+        if layer in left_out:
+            continue
         if layer not in calls:
             raise ValueError(
                 f"capture: layer {layer}: expected one of the {seeing.seen} calls of attention that were seen, from 0"
@@ -197,15 +207,17 @@ def capture(
         if layer not in complete:
             expected = reasons.get(layer, "the backward pass in the block")
             raise ValueError(f"capture: layer {layer}: no gradient came: expected {expected}")
+    for why in left_out.values() if not complete else ():
+        raise ValueError(why)
 
 
-def _is_causal(layer: int, named: dict[str, Any]) -> bool:
+def _is_causal(named: dict[str, Any]) -> bool:
     """Raises ``ValueError`` for what is not plain attention, causal or full."""
     q, k, v = (named[name] for name in ("query", "key", "value"))
     T, S = q.shape[-2], k.shape[-2]
     mask = plain_mask(named, q.device)
     if q.shape[-1] != v.shape[-1]:
-        raise invalid(f"capture: layer {layer}: head dim of v", v.shape[-1], f"{q.shape[-1]}, that of q")
+        raise invalid("head dim of v", v.shape[-1], f"{q.shape[-1]}, that of q")
     plain = q.ndim == 4 and T == S
     plain = plain and not named["dropout_p"] and not named.get("softcap") and named.get("sinks") is None
     if mask is not None and plain:
@@ -215,7 +227,5 @@ def _is_causal(layer: int, named: dict[str, Any]) -> bool:
         causal = torch.ones(T, S, dtype=torch.bool, device=mask.device).tril()
         plain = bool(((visible == causal) & (hidden != causal)).all())
     if not plain:
-        raise ValueError(
-            f"capture: layer {layer}: expected as many keys as queries, no mask but the causal one, no dropout, no soft-cap"
-        )
+        raise ValueError("expected as many keys as queries, no mask but the causal one, no dropout, no soft-cap")
     return mask is not None or bool(named["is_causal"])
