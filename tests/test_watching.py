@@ -749,6 +749,17 @@ def test_large_logits_are_told_when_they_come_once_a_run(tmp_path: Path) -> None
     assert [line.rpartition("; ")[2].partition(":")[0] for line in again[1:-1]] == ["past 45,426"]
 
 
+def test_the_fma_threshold_is_that_of_the_dtype(tmp_path: Path) -> None:
+    """Logits of about 14,400 are past that of FP16, and before that of BF16."""
+    x, told = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(0)) * 60, []
+    for dtype in (torch.float16, torch.bfloat16):
+        log = tmp_path / str(dtype)
+        with watch(model := Attends(), log=log, say=told.append):
+            model(x.to(dtype).requires_grad_(), x.to(dtype), is_causal=True).float().sum().backward()
+        told += verdict(log)[:1]
+    assert ["5,678: run the control, from a checkpoint" in line for line in told] == [True] * 3 + [False] * 3
+
+
 def test_from_an_earlier_checkpoint_later_steps_count_no_more_and_are_kept(tmp_path: Path) -> None:
     """And a record that a kill cut short is left out."""
     log = tmp_path / "log"

@@ -23,7 +23,9 @@ STEPS, RATE = "steps", "summed learning rate"
 LARGE_LOGIT = 1000.0
 """From here on a control is due."""
 FMA_LOGIT = 2**16 * math.log(2)
-"""Above this logit an exponent by one multiply-add is off by more than BF16 rounds away (docs/private_text.md, step two)."""
+"""Above this logit an exponent by one multiply-add is off by more than BF16 rounds away (docs/private_text.md, step two), ..."""
+FMA_LOGIT_FP16 = FMA_LOGIT / 8
+"""... and above this one by more than FP16 does, whose mantissa has three bits more."""
 
 
 @dataclass(frozen=True, kw_only=True)

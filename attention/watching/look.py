@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
+from .growth import FMA_LOGIT, FMA_LOGIT_FP16
 from .measure import Call, measure
 
 
@@ -57,6 +58,7 @@ class Look:
         """Layers whose queries and keys take no gradient, though gradients are on, which reentrant checkpointing switches off."""
         self.frozen_q: list[int] = []
         """Layers whose keys take one, but not their queries, as the first one of adapters on keys alone."""
+        self.fma_logit = FMA_LOGIT
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._calls
@@ -116,6 +118,8 @@ class Look:
                 o = kernel(*given, is_causal=causal, scale=scale, enable_gqa=k.shape[1] < q.shape[1])
                 return o.unsqueeze(1) if one_head else o.reshape(o.shape[-4:])
 
+        if dtype == torch.float16:
+            self.fma_logit = FMA_LOGIT_FP16
         self._calls[layer] = Call(
             q_BHTD=few(q if o is None else q.expand(*o.shape[:-1], -1)),
             k_BHSD=few(k),

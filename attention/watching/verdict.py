@@ -76,6 +76,8 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         notes.append(f"Layers whose queries take no gradient though their keys do, so that dQ says nothing: {names}.")
     tops = {layer: max(of) for layer, *of in zip(layers, *map(_tops, finite), strict=True) if layer in judged}
     top = max(tops.values())
+    fma_logit = min(record.get("fma_logit", FMA_LOGIT) for record in finite)
+    past = f"Past {fma_logit:,.0f}: run the control, from a checkpoint before that."
     span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
     largest = f"The largest logit of {span} is {top:.4g}, in layer {max(tops, key=tops.__getitem__)}."
     overflowed = [record for record in finite if _overflowed(record)]
@@ -94,7 +96,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if gone or rounded or (now and top >= LARGE_LOGIT):
         names = ", ".join(map(str, rounded))
         errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
-        control = "Run the control. If this is the control, look at the recipe."
+        control = f"{past if top > fma_logit else 'Run the control.'} If this is the control, look at the recipe."
         return ["SUSPECT: attention's rounding may make this gradient.", *gone, *errors, largest, *notes, control]
     if now:
         what = "the gradient that reaches attention is not finite already"
@@ -127,8 +129,8 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         no = f"NO: in the {len(tops)} layers {which} attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *notes, f"It says nothing of steps after {records[-1]['step']}."]
     advice = "Run the control. If this is the control, its loss decides." if top >= LARGE_LOGIT else "Go on watching."
-    if top > FMA_LOGIT:
-        advice = f"Past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that."
+    if top > fma_logit:
+        advice = past
     elif (grown := finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)) < GrowthRule().window:
         clock = f"its clock ({finite[-1].get('clock_is', 'steps')}) grew {grown:.2f} times"
         advice += f" The log is too short to tell slow growth: {clock}, and {GrowthRule().window} are needed."

@@ -77,6 +77,7 @@ class Watch:
         """Step at which a layer ran away."""
         self._largest: tuple[float, int, int] | None = None
         """Largest logit that was judged, its step and its layer."""
+        self._fma_logit = FMA_LOGIT
         self._not_finite = False
         self._is_first = self._warm_up < sys.maxsize
         """Of several processes the one that judges, and warns."""
@@ -126,7 +127,7 @@ class Watch:
             names = layers_of(self.record)
             of = f"0 to {len(names) - 1}" if names == list(range(len(names))) else ", ".join(map(str, names))
             where = f"at step {step} in attention layer {layer} of layers {of}"
-            self._say(f"watch: largest logit {logit:.4g}, {where}{_advice(logit)}")
+            self._say(f"watch: largest logit {logit:.4g}, {where}{_advice(logit, self._fma_logit)}")
         if not self._passes:
             self._warn("passes", "no forward pass with gradients in training mode: expected what the loop calls")
         if self._passes > 1 and not self._counts and self._step == self._first:
@@ -386,13 +387,15 @@ class Watch:
         if self._hidden:
             more["hidden"] = len(self._hidden)
         more |= {name: of for name in ("frozen", "frozen_q") if (of := getattr(look, name))}
+        if look.fma_logit < FMA_LOGIT:
+            more["fma_logit"] = look.fma_logit
         if self._back_to is not None:
             more[BACK_TO], self._back_to = self._back_to, None
         self.record = {"step": look.step, "clock": look.clock, **more, **lists}
         self._write_log()
         if self._wandb is not None:
             self._write_wandb()
-        self._judge(look.step, look.clock, dict(zip(found, lists["max_logit"], strict=True)))
+        self._judge(self.record)
         for layer, made in zip(found, lists.get("nan_made", []), strict=False):
             if made and any(made):
                 self._say(f"step {look.step}: attention layer {layer}: its kernel made a NaN of finite q, k, v and dO")
@@ -421,7 +424,7 @@ class Watch:
         """Go on from a file's records: which layers ran away, and what growth is measured from."""
         say, self._say_to = self._say_to, lambda line: None
         for record in earlier:
-            self._judge(record["step"], record["clock"], dict(zip(layers_of(record), record["max_logit"], strict=True)))
+            self._judge(record)
         self._say_to, self._largest, self._not_finite = say, None, False
         if self.left:
             layers = ", ".join(map(str, sorted(self.left)))
@@ -432,7 +435,8 @@ class Watch:
             from_step = math.ceil(self._first * self._alarm.rule.window)
             say(f"watch: started at step {self._first}: until about step {from_step:,} it sees sudden growth only")
 
-    def _judge(self, step: int, clock: float, logits: dict[int, list[float]]) -> None:
+    def _judge(self, record: dict[str, Any]) -> None:
+        step, logits = record["step"], dict(zip(layers_of(record), record["max_logit"], strict=True))
         if step < self._warm_up:
             return
         if not all(math.isfinite(logit) for logit_H in logits.values() for logit in logit_H):
@@ -442,11 +446,12 @@ class Watch:
             return
         self._not_finite = False
         largest = max((max(logit_H), step, layer) for layer, logit_H in logits.items())
-        before = "" if self._largest is None else _advice(self._largest[0])
+        before = "" if self._largest is None else _advice(self._largest[0], self._fma_logit)
+        self._fma_logit = min(self._fma_logit, record.get("fma_logit", FMA_LOGIT))
         self._largest = max(self._largest or largest, largest)
-        if (advice := _advice(self._largest[0])) != before:
+        if (advice := _advice(self._largest[0], self._fma_logit)) != before:
             self._say(f"step {step}: attention layer {largest[2]}: largest logit {largest[0]:.4g}{advice}")
-        for found in self._alarm.update(step, clock, logits):
+        for found in self._alarm.update(step, record["clock"], logits):
             rates = "" if len(self.left) > 1 else f" ({RATES})"
             self._say(f"{found}; run the control{rates}")
 
@@ -495,9 +500,9 @@ class Unwatched:
         return None
 
 
-def _advice(logit: float) -> str:
-    if logit > FMA_LOGIT:
-        return f"; past {FMA_LOGIT:,.0f}: run the control, from a checkpoint before that"
+def _advice(logit: float, fma_logit: float) -> str:
+    if logit > fma_logit:
+        return f"; past {fma_logit:,.0f}: run the control, from a checkpoint before that"
     return f"; above {LARGE_LOGIT:,.0f}: run the control" if logit > LARGE_LOGIT else ""
 
 
