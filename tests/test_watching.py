@@ -459,6 +459,27 @@ def test_steps_that_a_scaler_skips_are_counted(wrapped: bool) -> None:
     assert torch.amp.GradScaler.step is scalers_step
 
 
+def test_who_has_wrapped_the_scalers_step_since_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD((model := Model()).parameters(), lr=0.1)
+    monkeypatch.setattr(torch.amp.GradScaler, "step", torch.amp.GradScaler.step)  # undone at the end
+    with watch(model, optimizer=optimizer, say=lambda line: None):
+        theirs = functools.wraps(ours := torch.amp.GradScaler.step)(lambda *of: ours(*of))
+        torch.amp.GradScaler.step = theirs  # type: ignore[method-assign]
+        train(model, 1, optimizer)
+    assert torch.amp.GradScaler.step is theirs
+
+
+def test_a_watch_that_nobody_closes_is_freed_with_its_model() -> None:
+    """As when a notebook's cell is run again."""
+    optimizer = torch.optim.SGD((model := Model()).parameters(), lr=0.1)
+    seen = watch(model, optimizer=optimizer, say=lambda line: None)
+    train(model, 1, optimizer)
+    kept = weakref.ref(seen), weakref.ref(model)
+    del seen, model, optimizer
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
+
+
 def test_a_frozen_first_group_does_not_stop_the_clock() -> None:
     frozen, free = (model := Model()).blocks
     groups = [{"params": frozen.parameters(), "lr": 0.0}, {"params": free.parameters()}]

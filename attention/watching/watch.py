@@ -60,7 +60,8 @@ class Watch:
         self._model = model
         self._every, self._sequences, self._warm_up = chosen["every"], chosen["sequences"], chosen["warm_up"]
         self._wandb, self._say_to = chosen["wandb"], chosen["say"]
-        optimizer, earlier = chosen["optimizer"], chosen["earlier"]
+        self._optimizer = optimizer = chosen["optimizer"]
+        earlier = chosen["earlier"]
         self._clock_is = STEPS if optimizer is None else RATE
         self._rate = (lambda: 1.0) if optimizer is None else functools.partial(_rate, optimizer)
         last = earlier[-1] if earlier else {"step": 0, "clock": 0.0}
@@ -100,7 +101,7 @@ class Watch:
         ]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_post_hook(Hook(self._stepped)))
-            _count_skipped(self, optimizer)
+            _count_skipped(self)
 
     def __enter__(self) -> "Watch":
         return self
@@ -209,6 +210,8 @@ class Watch:
             if not due and not (self._passes == 1 and compiled_within(model)):  # whose refusal may not come later
                 return
             self._write()
+            if self._optimizer is not None:
+                _count_skipped(self)  # again: whoever had wrapped it before may have undone both
             look = self._look = Look(self._step, self._clock, self._sequences, self._guard, self._complete)
             self._looked_at = self._step
             forward.seeing = Pass(look, self._attend)
@@ -456,38 +459,49 @@ class Watch:
             self._say(f"{found}; run the control{rates}")
 
 
-_counted: "weakref.WeakKeyDictionary[Watch, torch.optim.Optimizer]" = weakref.WeakKeyDictionary()
-"""Open watches with an optimizer; one that is never closed is not kept."""
-_COUNTED_LOCK = threading.Lock()
+HOOKS = "_optimizer_step_post_hooks"
+"""Of an optimizer, by which it is known: a wrapper that hands on every attribute has those of what is within."""
+_counting: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+"""Open watches with an optimizer."""
+_COUNTING_LOCK = threading.Lock()
+_scalers_step: Any = None
+"""What ``GradScaler.step`` is while there are any, unless others have wrapped it since."""
 
 
-def _count_skipped(watch: Watch, optimizer: torch.optim.Optimizer) -> None:
+def _count_skipped(watch: Watch) -> None:
     """Wrap the step of ``GradScaler`` while any watch has an optimizer: a step that it skips runs no hook of the optimizer."""
-    with _COUNTED_LOCK:
-        _counted[watch] = optimizer
-        if not hasattr(torch.amp.GradScaler.step, "counts_skipped"):
-            torch.amp.GradScaler.step = _counting(torch.amp.GradScaler.step)  # type: ignore[method-assign]
+    global _scalers_step
+    with _COUNTING_LOCK:
+        _counting.add(watch)
+        scaler: Any = torch.amp.GradScaler
+        if scaler.step is not _scalers_step:
+            scaler.step = _scalers_step = _counted(scaler.step)
 
 
 def _count_no_more(watch: Watch) -> None:
-    with _COUNTED_LOCK:
-        step: Any = torch.amp.GradScaler.step
-        if _counted.pop(watch, None) is not None and not _counted and hasattr(step, "counts_skipped"):
-            torch.amp.GradScaler.step = step.__wrapped__  # type: ignore[method-assign]
+    with _COUNTING_LOCK:
+        _counting.discard(watch)
+        scaler: Any = torch.amp.GradScaler
+        # Where others have wrapped ours it stays, and counts for nobody.
+        if not _counting and scaler.step is _scalers_step:
+            scaler.step = scaler.step.__wrapped__
 
 
-def _counting(scalers_step: Any) -> Any:
-    @functools.wraps(scalers_step)
-    def step(scaler: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
-        of = [(watch, watch._step) for watch, counted in _counted.items() if counted is _innermost(optimizer)]
-        made = scalers_step(scaler, optimizer, *args, **more)
-        for watch, before in of:
+def _counted(step: Any) -> Any:
+    """``step``, after which watches of its optimizer that saw none have made one."""
+
+    @functools.wraps(step)
+    def scalers_step(scaler: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+        hooks = getattr(_innermost(optimizer), HOOKS, None)
+        with _COUNTING_LOCK:
+            watches = [(watch, watch._step) for watch in _counting if getattr(watch._optimizer, HOOKS) is hooks]
+        made = step(scaler, optimizer, *args, **more)
+        for watch, before in watches:
             if watch._step == before:
                 watch._stepped()
         return made
 
-    step.counts_skipped = True  # type: ignore[attr-defined]
-    return step
+    return scalers_step
 
 
 class Unwatched:
@@ -565,7 +579,7 @@ def _rate(optimizer: torch.optim.Optimizer) -> float:
 
 def _innermost(optimizer: Any) -> Any:
     """The optimizer whose steps can be counted: the one inside Accelerate's, which is an instance of torch's class without its hooks."""
-    while optimizer is not None and not hasattr(optimizer, "_optimizer_step_post_hooks"):
+    while optimizer is not None and not hasattr(optimizer, HOOKS):
         inner = getattr(optimizer, "optimizer", None)
         optimizer = inner if isinstance(inner, torch.optim.Optimizer) else None
     return optimizer
