@@ -250,9 +250,19 @@ def test_a_layer_whose_queries_alone_take_no_gradient_is_named_and_its_logits_co
 
 
 def test_the_layer_whose_kernel_is_wrong_is_named_with_its_error() -> None:
-    first, _, test, *_ = answer([look(step, 50.0, dq_error=[0.3, 0.4]) for step in range(4)])
-    assert first == "UNCLEAR: dQ of layer 1 is off by 0.5 of its size."
-    assert test.startswith("Test the kernel: python -m low_precision_attention.check")
+    """Also where another layer hides its attention."""
+    first, test, *_ = answer([look(step, 50.0, dq_error=[0.3, 0.4]) | {"hidden": 1} for step in range(4)])
+    assert first == "UNCLEAR: dQ's sum over queries of layer 1 is off by 0.5 of its size."
+    assert test.endswith("else test the kernel: python -m low_precision_attention.check KERNEL.")
+
+
+def test_where_dq_is_mostly_error_at_small_logits_the_kernel_is_to_be_tested_first() -> None:
+    first, _, test, *_ = answer([look(step, 50.0, dq_error=[8.0, 8.0]) for step in range(4)])
+    assert (first[:7], test[:34]) == ("SUSPECT", "Logits are small: first test the k")
+
+
+def test_two_records_do_not_make_a_kernel_wrong() -> None:
+    assert "test the kernel" not in " ".join(answer([look(step, 50.0, dq_error=[0.5, 0.5]) for step in range(2)]))
 
 
 @pytest.mark.parametrize(
