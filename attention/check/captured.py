@@ -171,7 +171,6 @@ def capture(
                 causal = _is_causal(named)
             except ValueError as error:
                 left_out[number] = f"capture: layer {number}: {error}"
-                warnings.warn(f"{left_out[number]}; it is left out, and the training goes on", stacklevel=2)
                 return o
             q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
             q, k, v = (x.expand(1, *x.shape) if x.ndim < 3 else x for x in (q, k, v))
@@ -197,6 +196,8 @@ def capture(
         yield complete
     finally:
         seeing.close()
+    for why in left_out.values() if complete else ():
+        warnings.warn(f"{why}; it is left out", stacklevel=3)
     for layer in layers:
         if layer in left_out:
             continue
