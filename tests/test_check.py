@@ -146,6 +146,15 @@ def adds_to_what_is_hidden(
     return torchs(query, key, value, (-1e4 * ~visible).to(query.dtype), scale=scale)
 
 
+def adds_the_lowest_number(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None
+):
+    """As eager attention of transformers: S and its mask are of the inputs' dtype."""
+    visible = torch.ones(query.shape[2], query.shape[2]).tril().bool() if attn_mask is None else attn_mask
+    s = query @ key.mT * scale + ~visible * torch.finfo(query.dtype).min
+    return s.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+
+
 def with_keys_of_zeros(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return plain(q, *(nn.functional.pad(x, (0, 0, 0, -x.shape[2] % TILE)) for x in (k, v)), causal, scale)
 
@@ -895,6 +904,10 @@ def test_what_fp16_cannot_hold_is_not_tried_and_json_has_no_infinity() -> None:
     assert ["not finite" in text for text in seen] == [False, True], seen
     case = Case("huge", SMALL, "wrong", "", {"error_dq": math.inf})
     assert "Infinity" not in replace(report, cases=(case,)).json()
+
+
+def test_what_is_hidden_in_fp16_does_not_overflow_a_right_mask() -> None:
+    assert_safe(adds_the_lowest_number, device="cpu", dtype="fp16", shape=replace(SMALL, D=64), classes="mask_edges")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ class InputClass:
     scale: float = 1.0
     """Scale of the logits, in units of 1 / sqrt(D)."""
     mask: Callable[[Shape], Mask] | None = None
+    make_fp16: Callable[[list[Tensor], torch.Generator], list[Tensor]] | None = None
+    """Instead of ``make`` where the inputs are of FP16."""
     packaged: bool = False
     """Captured ones, inputs/NAME.zip beside this module, in their own shape."""
 
@@ -158,12 +160,16 @@ def _window(s: Shape) -> Mask:
     return Mask(near.repeat(s.B, 1, 1, 1), width)
 
 
-def _garbage(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
-    q, k, v, do = x
-    B, _G, T, _D = k.shape
-    there = _padding(Shape(B=B, T=T)).visible[:, :, -1, :, None]
-    # About the largest that FP16 holds. Logits then pass 1e5, and an additive mask of -1e4 does not hide them.
-    return [q, torch.where(there, k, 6e4 * k.sign()), torch.where(there, v, 1000 * v), do]
+def _garbage(
+    keys: Callable[[Tensor], Tensor], values: float
+) -> Callable[[list[Tensor], torch.Generator], list[Tensor]]:
+    def make(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
+        q, k, v, do = x
+        B, _G, T, _D = k.shape
+        there = _padding(Shape(B=B, T=T)).visible[:, :, -1, :, None]
+        return [q, torch.where(there, k, keys(k)), torch.where(there, v, values * v), do]
+
+    return make
 
 
 CLASSES: dict[str, InputClass] = {
@@ -196,7 +202,9 @@ CLASSES: dict[str, InputClass] = {
     ),
     "full": InputClass("no causal mask, which would hide what the last tile of that length lacks", _apart, _odd, causal=False),
     "padding": InputClass(
-        "keys behind a sequence's end, with large numbers, in that length: nobody may see them", _garbage, _odd, mask=_padding
+        "keys behind a sequence's end, with large numbers, in that length: nobody may see them",
+        # Logits pass 1e5, and an additive mask of -1e4 does not hide them. In FP16 they overflow where a right eager kernel rounds S.
+        _garbage(lambda k: 6e4 * k.sign(), 1000), _odd, mask=_padding, make_fp16=_garbage(lambda k: 30 * k, 1000),
     ),
     "window": InputClass(
         "a query sees the last quarter of keys only, in that length: the mask has two edges (arXiv 2004.05150)", shape=_odd, mask=_window
@@ -231,7 +239,8 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
     generator = torch.Generator().manual_seed(list(CLASSES).index(name))
     heads = (shape.H, shape.G, shape.G, shape.H)
     normal = [_normal(shape.B, n, shape.T, shape.D, generator=generator) for n in heads]
-    q, k, v, do = chosen.make(normal, generator)
+    change = chosen.make_fp16 if chosen.make_fp16 and dtype == torch.float16 else chosen.make
+    q, k, v, do = change(normal, generator)
     mask = chosen.mask(shape) if chosen.mask else None
     if mask is not None:
         mask = mask._replace(visible=mask.visible.to(device))

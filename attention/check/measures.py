@@ -279,12 +279,13 @@ def one_hot_limit(
 def mask_edges(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """``leaks`` of a causal mask, and ``first_row``: O of query 0, which sees key 0 alone, less V of key 0, over the largest V.
 
-    The first half of the queries have logits of 2e5 with keys of the second half, which they must not see: an additive mask of -1e4 does
-    not hide them. No visible logit is large.
+    The first half of the queries have large logits with keys of the second half, which they must not see; no visible logit is large. In
+    BF16 and FP32 hidden logits are 2e5, and an additive mask of -1e4 does not hide them. In FP16 they are 6e4 before their scale, as right
+    eager kernels round them to FP16 there, which ends at 65,504: from head dim 36 on a mask of -1e4 hides them.
     """
     p = make("gaussian", shape, dtype, device)
     # Amid a tile: kernels skip hidden tiles.
-    middle, large = p.q.shape[2] // 2 + 1, math.sqrt(2e5 / p.scale)
+    middle, large = p.q.shape[2] // 2 + 1, math.sqrt(6e4 if dtype == torch.float16 else 2e5 / p.scale)
     p.q[..., 0], p.k[..., 0] = 0, 0
     p.q[:, :, :middle, 0], p.k[:, :, middle:, 0] = large, large
     o = run(call, p)[0].to(dtype)
@@ -482,7 +483,7 @@ OWN: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
         "one key has all the weight: O = V; the FMA exponent loses this past 2^16 ln 2 (attention/README.md)",
         one_hot_limit,
     ),
-    "mask_edges": ("nothing passes the causal mask, forward or backward: hidden keys have logits of 2e5", mask_edges),
+    "mask_edges": ("nothing passes the causal mask, forward or backward: hidden keys have large logits", mask_edges),
     "last_key": ("the last key of a length that no tile divides counts", last_key),
     "no_keys": (
         "padding on the left: its rows see no key, which must not reach the other rows, nor any gradient",
