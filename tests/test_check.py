@@ -910,6 +910,11 @@ def test_what_is_hidden_in_fp16_does_not_overflow_a_right_mask() -> None:
     assert_safe(adds_the_lowest_number, device="cpu", dtype="fp16", shape=replace(SMALL, D=64), classes="mask_edges")
 
 
+@pytest.mark.parametrize("kernel", ["plain", adds_the_lowest_number])
+def test_padding_in_fp16_does_not_overflow_eager_attention(kernel: Any) -> None:
+    assert_safe(kernel, device="cpu", dtype="fp16", shape=SMALL, classes="padding")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -203,8 +203,9 @@ CLASSES: dict[str, InputClass] = {
     "full": InputClass("no causal mask, which would hide what the last tile of that length lacks", _apart, _odd, causal=False),
     "padding": InputClass(
         "keys behind a sequence's end, with large numbers, in that length: nobody may see them",
-        # Logits pass 1e5, and an additive mask of -1e4 does not hide them. In FP16 they overflow where a right eager kernel rounds S.
-        _garbage(lambda k: 6e4 * k.sign(), 1000), _odd, mask=_padding, make_fp16=_garbage(lambda k: 30 * k, 1000),
+        # Logits pass 1e5, and an additive mask of -1e4 does not hide them. In FP16 they overflow where a right eager kernel rounds S,
+        # and values of 1000 where it rounds dP.
+        _garbage(lambda k: 6e4 * k.sign(), 1000), _odd, mask=_padding, make_fp16=_garbage(lambda k: 30 * k, 30),
     ),
     "window": InputClass(
         "a query sees the last quarter of keys only, in that length: the mask has two edges (arXiv 2004.05150)", shape=_odd, mask=_window
