@@ -29,9 +29,18 @@ def patch_once_a_launch() -> None:
     except ImportError:
         return
 
+    seen: set[int] = set()
+
     def patch_where_needed(function: Any) -> Any:
-        needed = tl.core.is_builtin(tl.load) or tl.core.is_builtin(tl.core.load)
-        return patch(function) if needed else SimpleNamespace(restore=lambda: None)
+        if tl.core.is_builtin(tl.load) or tl.core.is_builtin(tl.core.load):
+            return patch(function)
+        if (module := id(function.__globals__)) not in seen:
+            # As Triton does at each call: a kernel that it refuses does not pass here.
+            assert any(x is tl or x is tl.core for x in function.__globals__.values()), (
+                "triton.language must be visible from within jit'd function"
+            )
+            seen.add(module)
+        return SimpleNamespace(restore=lambda: None)
 
     # Not part of Triton's interface: another version may do without it.
     if patch := getattr(interpreter, "_patch_lang", None):
