@@ -213,14 +213,23 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-PRINTS = "from attention.user_error import command_line\nwith command_line():\n    print('said')"
+PRINTS = "-c \"from attention.user_error import command_line\nwith command_line():\n    print('said')\""
+FULL, CLOSED = (">/dev/full", "No space left on device"), (">&-", "it is closed")
 
 
-@pytest.mark.parametrize(("output", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")])
-@pytest.mark.parametrize("buffered", ["", "1"])
-def test_a_stdout_that_takes_nothing_is_one_line(output: str, why: str, buffered: str) -> None:
-    command = f'{sys.executable} -c "{PRINTS}" {output}'
-    done = completed(["sh", "-c", command], env=os.environ | {"PYTHONUNBUFFERED": buffered})
+# One case is a real command, as its imports must not need a stdout; they take seconds.
+@pytest.mark.parametrize(
+    ("program", "output", "why", "unbuffered"),
+    [
+        (PRINTS, *FULL, ""),
+        (PRINTS, *FULL, "1"),
+        (PRINTS, *CLOSED, ""),
+        ("-m attention.check --reasons", *CLOSED, "1"),
+    ],
+)
+def test_a_stdout_that_takes_nothing_is_one_line(program: str, output: str, why: str, unbuffered: str) -> None:
+    command = f"{sys.executable} {program} {output}"
+    done = completed(["sh", "-c", command], env=os.environ | {"PYTHONUNBUFFERED": unbuffered})
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith(f"error: standard output: {why}")
 
