@@ -915,6 +915,12 @@ def test_padding_in_fp16_does_not_overflow_eager_attention(kernel: Any) -> None:
     assert_safe(kernel, device="cpu", dtype="fp16", shape=SMALL, classes="padding")
 
 
+@pytest.mark.parametrize("name", ["low", "low_masked"])
+def test_low_logits_in_fp16_do_not_overflow_eager_attention(name: str) -> None:
+    (case,) = check_attention("plain", device="cpu", dtype="fp16", shape=replace(SMALL, D=64), classes=name).cases
+    assert (case.verdict, case.reason[:7]) == ("at risk", "scores:")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -140,11 +140,17 @@ def _apart(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     return [q + push, k - push, v, do]
 
 
-def _low(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+def _low(x: list[Tensor], generator: torch.Generator, largest: float = math.inf) -> list[Tensor]:
+    """q . k is ``largest`` in size at most."""
     q, k, v, do = x
     D = q.shape[-1]
-    push = math.sqrt(2e4 * math.sqrt(D)) * torch.nn.functional.normalize(_normal(D, generator=generator), dim=0)
+    product = min(2e4 * math.sqrt(D), largest)
+    push = math.sqrt(product) * torch.nn.functional.normalize(_normal(D, generator=generator), dim=0)
     return [0.01 * q + push, 0.01 * k - push, v, do]
+
+
+_low_fp16 = functools.partial(_low, largest=6e4)
+"""A right eager kernel rounds q . k to FP16, which ends at 65,504."""
 
 
 def _padding(s: Shape) -> Mask:
@@ -215,10 +221,13 @@ CLASSES: dict[str, InputClass] = {
     "captured_growing": InputClass("the same layer at 3,700: its logits grow", packaged=True),
     "captured_late": InputClass("the same layer at 3,800: logits of 50,000, seven steps before the gradient norm jumps", packaged=True),
     "captured_healthy": InputClass("layer 6 of that run at 3,800: small logits", packaged=True),
-    "low": InputClass("all logits about -20,000, in that length: a mask that writes -10,000 would win", _low, _odd),
+    "low": InputClass(
+        "all logits about -20,000 (in FP16 -60,000 before their scale), in that length: a mask that writes -10,000 would win",
+        _low, _odd, make_fp16=_low_fp16,
+    ),
     "low_masked": InputClass(
         "the same with a mask, half of the last tile of 128 empty: torch 2.11's cuDNN makes NaNs in dQ (pytorch 196678)",
-        _low, _half_tile, mask=_padding,
+        _low, _half_tile, mask=_padding, make_fp16=_low_fp16,
     ),
     "cancelling_queries": InputClass(
         "dO changes its sign midway along queries with a shared part: sums of dK and dV grow large before they cancel",
