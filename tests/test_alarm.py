@@ -13,7 +13,7 @@ import torch
 from tiny_runs import Place, completed, weights
 
 from attention.watching.growth import GrowthAlarm, GrowthRule, Probe, growth
-from attention.watching.verdict import answer, main
+from attention.watching.verdict import TEST, answer, main
 from errors import UserError
 from training.intervention import AlarmConfig, update_alarm
 from training.telemetry import read_telemetry
@@ -246,23 +246,27 @@ def test_a_layer_whose_queries_alone_take_no_gradient_is_named_and_its_logits_co
         record["dq_error"][1] = None
     said = answer(records)
     assert said[0].startswith(first)
-    assert said[2] == "Layers whose queries take no gradient though their keys do, so that dQ says nothing: 1."
+    assert said[2].startswith("Layers whose queries")
+    assert said[2].endswith(": 1.")
 
 
 def test_the_layer_whose_kernel_is_wrong_is_named_with_its_error() -> None:
     """Also where another layer hides its attention."""
     first, test, *_ = answer([look(step, 50.0, dq_error=[0.3, 0.4]) | {"hidden": 1} for step in range(4)])
-    assert first == "UNCLEAR: dQ's sum over queries of layer 1 is off by 0.5 of its size."
-    assert test.endswith("else test the kernel: python -m low_precision_attention.check KERNEL.")
+    assert first.startswith("UNCLEAR: ")
+    assert all(part in first for part in ("layer 1 ", " 0.5 "))
+    assert "layer 0" not in first
+    assert TEST in test
 
 
 def test_where_dq_is_mostly_error_at_small_logits_the_kernel_is_to_be_tested_first() -> None:
-    first, _, test, *_ = answer([look(step, 50.0, dq_error=[8.0, 8.0]) for step in range(4)])
-    assert (first[:7], test[:34]) == ("SUSPECT", "Logits are small: first test the k")
+    first, *rest = answer([look(step, 50.0, dq_error=[8.0, 8.0]) for step in range(4)])
+    assert first.startswith("SUSPECT: ")
+    assert any(TEST in line for line in rest)
 
 
 def test_two_records_do_not_make_a_kernel_wrong() -> None:
-    assert "test the kernel" not in " ".join(answer([look(step, 50.0, dq_error=[0.5, 0.5]) for step in range(2)]))
+    assert TEST not in " ".join(answer([look(step, 50.0, dq_error=[0.5, 0.5]) for step in range(2)]))
 
 
 @pytest.mark.parametrize(
