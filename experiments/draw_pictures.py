@@ -41,6 +41,7 @@ def loss_and_logits(
     of_logits: Labels = (),
     runs: str = "one_wheel/runs",
     end: int = 6000,
+    ticks: int = 3,
     threshold: bool = True,
 ) -> Figure:
     """Left the training loss, right the column ``logits`` of the probes, of ``runs`` whose names begin so. 9 inches: 800 pixels."""
@@ -49,12 +50,11 @@ def loss_and_logits(
     left.set(ylim=(0, 8.5), xlim=(0, 1.05 * end))
     right.set(yscale="log", ylim=(1, 1e7), xlim=(0, 1.05 * end))
     title = "largest attention logit" + (" of layer 1" if logits == "max_logit_1" else "")
-    ticks = range(0, end + 1, end // 3)
     for axis, words in ((left, "training loss"), (right, title)):
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=11)
         axis.set_title(words, fontsize=12, loc="left")
-        axis.set_xticks(ticks, [f"{step:,}" for step in ticks])
+        axis.set_xticks(steps := range(0, end + 1, end // ticks), [f"{step:,}" for step in steps])
         axis.set_xlabel("step", fontsize=11)
     for name, color in colors.items():
         for run in sorted((EXPERIMENTS / runs).glob(f"{name}*")):
@@ -82,6 +82,13 @@ def larger_text() -> Figure:
     of_loss = (900, 5.0, "flash: fails\nin 3 of 4", ORANGE), (900, 0.25, "flash_consistent, delta from P: stable", BLUE)
     of_logits = (1300, 1.2e6, "flash", ORANGE), (2500, 25, "flash_consistent", BLUE), (2500, 9, "delta from P", GREEN)
     return loss_and_logits(colors, "max_logit_1", of_loss, of_logits, "who_is_at_risk/gpt2/runs")
+
+
+def larger_batch() -> Figure:
+    colors = {"swiglu_flash_four": ORANGE, "swiglu_consistent_four": BLUE}
+    of_loss = (9000, 0.9, "flash", ORANGE), (1700, 1.4, "flash_consistent,\ncut off", BLUE)
+    of_logits = (9000, 200, "flash", ORANGE), (1500, 9, "flash_consistent", BLUE)
+    return loss_and_logits(colors, "max_logit_1", of_loss, of_logits, "who_is_at_risk/gpt2/runs", 16000, 4)
 
 
 def swiglu() -> Figure:
@@ -126,7 +133,7 @@ def fp8() -> Figure:
 
 
 def main() -> None:
-    for draw in (front, larger_text, swiglu, gpt2, public_kernels, other_blocks, fp8):
+    for draw in (front, larger_text, larger_batch, swiglu, gpt2, public_kernels, other_blocks, fp8):
         save(draw(), EXPERIMENTS.parent / "docs" / "pictures" / f"{draw.__name__}.png")
 
 
