@@ -540,12 +540,6 @@ def test_captured_inputs_are_told_with_their_own_head_dim(tmp_path: Path) -> Non
     assert "--D" not in report.text()
 
 
-def test_a_file_that_is_written_again_is_read_again(tmp_path: Path) -> None:
-    for length in (64, 96):
-        make("gaussian", replace(SMALL, T=length), torch.bfloat16, CPU).save(file := tmp_path / "x.zip")
-        assert make(str(file), SMALL, torch.bfloat16, CPU).q.shape[2] == length
-
-
 @pytest.mark.parametrize(("name", "value", "why"), [("do", 0.0, "0"), ("v", math.inf, "not finite")])
 def test_captured_inputs_that_say_nothing_are_refused(name: str, value: float, why: str, tmp_path: Path) -> None:
     p, file = make("gaussian", SMALL, torch.bfloat16, CPU), str(tmp_path / "x.zip")

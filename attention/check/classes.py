@@ -7,7 +7,6 @@ ones replace the feature that does least to the logits.
 Legend: B batch, H query heads, G key heads, T length, D head dim.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -271,17 +270,7 @@ def _is_captured(name: str) -> bool:
 
 def captured(name: str) -> Inputs:
     """The inputs of a packaged class, or those in a file. Raises ``UserError`` if it is no capture, or of nothing to judge."""
-    file = Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else Path(name)
-    written: tuple[int, ...] = ()
-    with contextlib.suppress(OSError):  # load() says what is wrong
-        written = file.stat().st_mtime_ns, file.stat().st_size
-    return _read(name, file, written)
-
-
-@functools.lru_cache(maxsize=8)
-def _read(name: str, file: Path, written: tuple[int, ...]) -> Inputs:
-    """``written``: time and size, as a file may be written again."""
-    found = load(file)
+    found = load(Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else name)
     found.require_numbers(name)
     return found
 
