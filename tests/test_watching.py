@@ -433,12 +433,19 @@ class Around(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
 
-def test_steps_of_an_optimizer_inside_another_are_counted() -> None:
+@pytest.mark.parametrize(
+    "groups", [lambda free, frozen: [{"params": free}], lambda free, frozen: [{"params": frozen}, {"params": free}]]
+)
+@pytest.mark.parametrize("around", [lambda optimizer: optimizer, lambda optimizer: Around(Around(optimizer))])
+def test_an_optimizers_steps_and_its_largest_rate_make_the_clock(around: Any, groups: Any) -> None:
+    """The rate is loaded after ``watch``, as by a Trainer when it starts, and stands for that of the steps before."""
     model = Model()
-    optimizer = Around(Around(torch.optim.SGD(model.parameters(), lr=0.1)))
-    with watch(model, every=1, optimizer=optimizer, say=lambda line: None) as seen:
+    free, frozen = (block.parameters() for block in model.blocks)
+    optimizer = around(torch.optim.SGD(groups(free, frozen), lr=0.0))
+    with watch(model, every=1, optimizer=optimizer, start=3, say=lambda line: None) as seen:
+        optimizer.param_groups[-1]["lr"] = 0.1
         train(model, 3, optimizer)
-    assert (seen.record["step"], seen.record["clock"]) == (2, pytest.approx(0.2))
+    assert (seen.record["step"], seen.record["clock"]) == (5, pytest.approx(0.5))
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -480,40 +487,22 @@ def test_a_watch_that_nobody_closes_is_freed_with_its_model() -> None:
     assert [one() for one in kept] == [None, None]
 
 
-def test_a_frozen_first_group_does_not_stop_the_clock() -> None:
-    frozen, free = (model := Model()).blocks
-    groups = [{"params": frozen.parameters(), "lr": 0.0}, {"params": free.parameters()}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    with watch(model, every=1, optimizer=optimizer, start=3, say=lambda line: None) as seen:
-        train(model, 3, optimizer)
-    assert (seen.record["step"], seen.record["clock"]) == (5, pytest.approx(0.5))
-
-
-def test_steps_before_the_first_count_at_the_rate_that_is_loaded_after_watch() -> None:
-    """As a Trainer loads the states of optimizer and scheduler when it starts."""
-    optimizer = torch.optim.SGD((model := Model()).parameters(), lr=0.0)
-    with watch(model, every=1, optimizer=optimizer, start=3, say=lambda line: None) as seen:
-        optimizer.param_groups[0]["lr"] = 0.1
-        train(model, 3, optimizer)
-    assert (seen.record["step"], seen.record["clock"]) == (5, pytest.approx(0.5))
-
-
 def test_a_rate_of_zero_stands_for_no_steps_before() -> None:
     optimizer = torch.optim.SGD((model := Model()).parameters(), lr=0.0)
     with watch(model, optimizer=optimizer, start=3), pytest.raises(ValueError, match=r"^watch: learning rate = 0\.0: "):
         train(model, 1, optimizer)
 
 
-def test_an_optimizer_whose_steps_cannot_be_counted_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^watch: optimizer = 'Around': expected one of torch"):
-        watch(Model(), optimizer=Around(None))
-
-
-def test_an_optimizer_without_a_learning_rate_as_of_relative_steps_is_refused() -> None:
-    optimizer = torch.optim.SGD((model := Model()).parameters())
-    optimizer.param_groups[0]["lr"] = None
-    with pytest.raises(ValueError, match=r"^watch: optimizer = 'SGD': expected one whose groups all have a learning"):
-        watch(model, optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (Around(None), "'Around': expected one of torch"),
+        (torch.optim.SGD([{"params": [torch.ones(1)], "lr": None}]), "'SGD': expected one whose groups all have a "),
+    ],
+)
+def test_an_optimizer_without_countable_steps_or_a_learning_rate_is_refused(optimizer: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^watch: optimizer = {said}"):
+        watch(Model(), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("every", [1, 100])
@@ -1164,19 +1153,15 @@ def test_a_torch_layer_in_eval_mode_is_warned_of(training: bool) -> None:
     assert [str(one.message).startswith("watch: frozen is in eval mode") for one in said] == [True] * (not training)
 
 
-def test_what_cannot_be_handed_over_is_refused() -> None:
+def test_a_layer_that_is_handed_over_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^watch: look: layer = 3: expected each layer once"):
         looked_at(nn.Sequential(Own(3), Own(3)))
-    q, k = torch.ones(B, T, H, D), torch.ones(B, T, 3, D)
-    model = Model(meddle=lambda: seen.look(q, k, k, q, layer=0, layout="BTHD"))
-    message = r"^watch: look: k = \[3, 24, 3, 16\]: expected a shape that fits q \[3, 24, 4, 16\], BTHD"
-    with watch(model, every=1) as seen, pytest.raises(ValueError, match=message):
-        model(data())
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
+        ({"k": torch.ones(B, T, 3, D)}, r"k = \[3, 24, 3, 16\]: expected a shape that fits q \[3, 24, 4, 16\], BTHD"),
         ({"causal": "no"}, "causal = 'no': expected True or False"),
         ({"causal": torch.ones(2)}, r"causal = tensor\(\[1\., 1\.\]\): expected True or False"),
         ({"scale": math.nan}, "scale = nan: expected a finite number or None"),
@@ -1186,7 +1171,8 @@ def test_what_cannot_be_handed_over_is_refused() -> None:
     ],
 )
 def test_settings_that_cannot_be_are_refused(setting: dict[str, Any], message: str) -> None:
-    model = Model(meddle=lambda: seen.look(*[torch.ones(B, T, H, D)] * 3, layout="BTHD", **setting))
+    given = dict.fromkeys("qkv", torch.ones(B, T, H, D)) | setting
+    model = Model(meddle=lambda: seen.look(**given, layout="BTHD"))
     with watch(model, every=1) as seen, pytest.raises(ValueError, match=f"^watch: look: {message}"):
         model(data())
 
