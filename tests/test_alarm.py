@@ -229,25 +229,22 @@ def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dic
     assert answer(records)[0].split(":")[0] == first
 
 
-def test_frozen_layers_are_named_and_their_logits_do_not_count() -> None:
-    records = [look(step, 5e3) | {"frozen": [1]} for step in range(5)]
+@pytest.mark.parametrize(
+    ("name", "logit", "first", "largest"),
+    [
+        ("frozen", 5e3, "NO: in the 1 layers", "is 1, in layer 0."),
+        ("frozen_q", 50.0, "NO: in the 2 layers", "is 50, in layer 1."),
+        ("frozen_q", 150.0, "UNCLEAR: ", "is 150, in layer 1."),
+    ],
+)
+def test_frozen_layers_are_named_and_logits_count_where_keys_take_a_gradient(
+    name: str, logit: float, first: str, largest: str
+) -> None:
+    records = [look(step, logit) | {name: [1]} for step in range(5)]
     for record in records:
         record["dq_error"][1] = None
-    first, largest, frozen, *_ = answer(records)
-    assert first.startswith("NO: in the 1 layers with a gradient")
-    assert "is 1, in layer 0" in largest
-    assert frozen.startswith("Frozen layers")
-
-
-@pytest.mark.parametrize(("logit", "first"), [(50.0, "NO"), (150.0, "UNCLEAR")])
-def test_a_layer_whose_queries_alone_take_no_gradient_is_named_and_its_logits_count(logit: float, first: str) -> None:
-    records = [look(step, logit) | {"frozen_q": [1]} for step in range(5)]
-    for record in records:
-        record["dq_error"][1] = None
-    said = answer(records)
-    assert said[0].startswith(first)
-    assert said[2].startswith("Layers whose queries")
-    assert said[2].endswith(": 1.")
+    verdict, top, named, *_ = answer(records)
+    assert (verdict.startswith(first), top.endswith(largest), named.endswith(": 1.")) == (True, True, True)
 
 
 def test_the_layer_whose_kernel_is_wrong_is_named_with_its_error() -> None:

@@ -253,6 +253,10 @@ def spoiled(spoil: Callable[..., Any]) -> Callable[..., Tensor]:
     return lambda q, k, v, causal, scale: _Spoiled.apply(q, k, v, causal, scale, spoil)
 
 
+def doubles_dq_where(found: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
+    return spoiled(lambda _, do, dq, *g: (dq * (2 if found(do) else 1), *g))
+
+
 def keeps_its_last_call(q: Tensor, *rest: Any) -> Tensor:
     """Statistics of a shape in one buffer."""
     LAST[q.shape] = call = object()
@@ -372,16 +376,8 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (spoiled(only_whole), R[0], "unverified", "where only some need a gradient: ValueError: not for all"),
     (gradients_in_one_buffer, *R, "where only some need a gradient: "),
     (spoiled(lambda ctx, _, dq, *g: (dq * ctx.needs_input_grad[1], *g)), *R, "where only some need a gradient: "),
-    (
-        spoiled(lambda _, do, dq, *g: (dq * (1 if do.stride(2) or not do.stride(3) else 2), *g)),
-        *R,
-        "a dO in other strides: ",
-    ),
-    (
-        spoiled(lambda _, do, dq, *g: (dq * (1 if do.stride(0) or not do.stride(3) else 2), *g)),
-        *R,
-        "a dO in other strides: ",
-    ),
+    (doubles_dq_where(lambda do: do.stride(3) and not do.stride(2)), *R, "a dO in other strides: "),
+    (doubles_dq_where(lambda do: do.stride(3) and not do.stride(0)), *R, "a dO in other strides: "),
     (plans_for_the_first_do, *R, "a dO in other strides: "),
     (keeps_its_last_call, *R, "with another forward pass before its backward pass: "),
     (lambda *call: plain(*call) * (1 + 2.0**-7 * (next(CALLS) % 2)), "repeatability", "at risk", ""),
