@@ -39,9 +39,6 @@ def draws(q, k, v, causal, scale):
 def other_layout(q, k, v, causal, scale):
     return torchs(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=scale).transpose(1, 2)
 
-def other_order(q, k, v, scale, causal):
-    return torchs(q, k, v, is_causal=bool(causal), scale=float(scale))
-
 def forgets_strides(q, k, v, causal, scale):
     q, k, v = (torch.as_strided(x, x.shape, torch.empty(x.shape).stride()) for x in (q, k, v))
     return torchs(q, k, v, is_causal=causal, scale=scale)
@@ -133,9 +130,7 @@ def test_heads_of_one_layer_may_have_it_and_probes_do_not_invent_its_delta(place
     ("kernel", "reason"),
     [
         ("torch:flsh", "did you mean torch:flash?"),
-        ("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("kernels_of_a_test:other_layout", "O is off by"),
-        ("kernels_of_a_test:other_order", "expected (q, k, v, causal, scale) on [batch, "),
         ("kernels_of_a_test:forgets_strides", "O is off by"),
         ("kernels_of_a_test:nan", "O is off by nan"),
         ("kernels_of_a_test:nan_gradients", "gradients are not finite"),
