@@ -41,7 +41,7 @@ def captured(device: torch.device, work: Callable[[], list[Tensor]]) -> tuple[li
 class GraphedMuon(Muon):
     """Muon whose iterations run op by op in the first step and are captured by ``record`` in the second. State and groups are Muon's.
 
-    One group. ``step`` raises ``UserError`` where another number of its matrices has a gradient than when they were captured.
+    One group, whose matrices all have a gradient in each step: ``training.tree_sum`` sees to it.
     """
 
     def __init__(self, *args: Any, record: Recorder, **settings: Any):
@@ -57,13 +57,6 @@ class GraphedMuon(Muon):
         gradients: list[Tensor] = []
         momenta: list[Tensor] = []
         self._init_group(group, parameters, gradients, momenta)
-        if not parameters:
-            return
-        if self._captured and len(parameters) != len(self._captured[0]):
-            what = (
-                f"{len(parameters)} matrices have a gradient, its iterations were captured for {len(self._captured[0])}"
-            )
-            raise UserError(f"optim.optimizer = 'muon': {what}; choose adamw")
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         nesterov = group["nesterov"]
         directions = torch._foreach_lerp(gradients, momenta, group["momentum"]) if nesterov else tuple(momenta)
