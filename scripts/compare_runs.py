@@ -47,6 +47,7 @@ with trainer_packages():
     from training.checkpoint import MODEL_FILE, OPTIMIZER_FILE, found_in, written_sums
     from training.intervention import parse_switch
     from training.metrics import METRICS_FILE
+    from training.record import flat
 
 LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0
@@ -309,13 +310,6 @@ def markdown(table: pd.DataFrame) -> str:
         if "grad_norm_largest" in names and pd.notna(row["grad_norm_largest_at"]):
             rows[-1][names.index("grad_norm_largest")] += f" at {row['grad_norm_largest_at']:,}"
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return leaves
 
 
 def settings_of(run: Run) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
 from training.metrics import METRICS_FILE, line_digests, read_lines, text_of
+from training.settings import TrainConfig, to_json
 from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
@@ -43,6 +43,9 @@ _FREE_ON_RESUME = (
 )
 # A new run that begins at a checkpoint may differ in these, too. Its batches must be the same ones, which their digest shows.
 _FREE_IN_A_BRANCH = ("run.name", "run.init_from", "attention", "data.record", "data.replay")
+SUM_ORDER = "precision.fixed_sum_order"
+_BEFORE_THE_FIELD = {SUM_ORDER: False}
+"""What a record without it stands for, where that is not today's default."""
 _ROOT = Path(__file__).resolve().parent.parent
 _CODE = ("attention", "training", "data", "probes", "fused", "scripts")
 
@@ -127,18 +130,16 @@ def run_id(folder: Path, loaded: Loaded | None) -> str:
     return ids[0] if ids else ""
 
 
-def check_restart(
-    folder: Path, checkpoints: Path, now: dict[str, Any], defaults: dict[str, Any], began: dict[str, Any]
-) -> None:
+def check_restart(folder: Path, checkpoints: Path, now: TrainConfig, began: dict[str, Any]) -> None:
     """Raise ``UserError`` unless ``folder`` holds a run that has ended before its first checkpoint, and so can start again.
 
-    ``now``: its config; ``began``: from_step and init_sha256 of a session that begins now.
+    ``began``: from_step and init_sha256 of a session that begins now.
     """
     content = _read_record(folder)
     if not content:
         again = f"remove {folder} and start the run again" if folder.exists() else "start the run again"
         raise invalid("run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {again}")
-    check_settings(str(folder / "config.json"), content["config"], now, defaults, branch=False)
+    check_settings(str(folder / "config.json"), content["config"], now, branch=False)
     steps, every = content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
     first = content["sessions"][0]
     # The line of a step follows its checkpoint.
@@ -152,7 +153,7 @@ def check_restart(
         raise invalid("run.resume", "yes", f"{gone}: {otherwise}")
     if began != {name: first[name] for name in ("from_step", "init_sha256") if name in first}:
         expected = f"the weights of step {first['from_step']} that {folder} began with, and these are others, of step {began['from_step']}"
-        raise invalid("run.init_from", now["run"]["init_from"], f"{expected}: {otherwise}")
+        raise invalid("run.init_from", now.run.init_from, f"{expected}: {otherwise}")
 
 
 def check_data(folder: Path, dataset: str, identity: dict[str, Any]) -> None:
@@ -307,12 +308,10 @@ def lock_everywhere(folder: Path, is_main: bool) -> FileIO | None:
         return lock(folder) if is_main and begun(folder) else None
 
 
-def check_settings(
-    where: str, saved: dict[str, Any], now: dict[str, Any], defaults: dict[str, Any], *, branch: bool
-) -> None:
+def check_settings(where: str, saved: dict[str, Any], now: TrainConfig, *, branch: bool) -> None:
     """Raise ``UserError`` for a setting that must be as ``saved`` and is not; ``branch``: for a new run that begins there."""
     free = _FREE_ON_RESUME + (_FREE_IN_A_BRANCH if branch else ())
-    odd = [one for one in differences(saved, now, defaults) if not one[0].startswith(free)]
+    odd = [one for one in differences(saved, now) if not one[0].startswith(free)]
     if not odd:
         return
     name, before, value = odd[0]
@@ -326,32 +325,37 @@ def check_settings(
     raise invalid(name, value, f"{expected}, as in {where}{switch}{others}")
 
 
-def settings_changed(folder: Path, now: dict[str, Any], defaults: dict[str, Any]) -> str:
+def settings_changed(folder: Path, now: TrainConfig) -> str:
     """Which settings of a run that goes on are not those of its last session, in a sentence; "" where all are."""
     if not (content := _read_record(folder)):
         return ""
-    found = differences(content["config"], now, defaults)
+    found = differences(content["config"], now)
     pairs = [f"{name} {before!r} -> {value!r}" for name, before, value in found if name != "run.resume"]
     return f"not as in its last session: {', '.join(pairs)}" if pairs else ""
 
 
-def config_that_recorded(recording: Path, folder: Path) -> dict[str, Any]:
-    """The settings of the run in ``folder`` if it made the recording, else none."""
+def sum_order_of(recording: Path, folder: Path) -> bool | None:
+    """precision.fixed_sum_order of the run in ``folder``, if it made the recording."""
     with contextlib.suppress(UserError):
         content = _read_record(folder)
-        if content.get("run_id", "") == recorded_by(recording):
-            return content.get("config", {})
-    return {}
+        if content and content.get("run_id", "") == recorded_by(recording):
+            return bool((_BEFORE_THE_FIELD | flat(content["config"]))[SUM_ORDER])
+    return None
 
 
-def differences(saved: Any, now: Any, defaults: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Leaves at which two JSON configs differ: (dotted name, saved, now). What ``saved`` lacks came later and was its default."""
-    if isinstance(saved, dict) and isinstance(now, dict):
-        for name in {**saved, **now}:
-            before = saved[name] if name in saved else defaults.get(name)
-            yield from differences(before, now.get(name), defaults.get(name), f"{where}.{name}".strip("."))
-    elif saved != now:
-        yield where, saved, now
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of JSON by their dotted names."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return leaves
+
+
+def differences(saved: dict[str, Any], now: TrainConfig) -> list[tuple[str, Any, Any]]:
+    """Settings that differ from a config as JSON: (name, saved, now). What ``saved`` lacks came later and was its default."""
+    before, after = flat(saved), flat(to_json(now))
+    before = flat(to_json(TrainConfig())) | _BEFORE_THE_FIELD | before
+    return [(name, before[name], after.get(name)) for name in before if before[name] != after.get(name)]
 
 
 def write_record(folder: Path, record: dict[str, Any], logs: dict[str, bytes]) -> None:

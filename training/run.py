@@ -132,7 +132,7 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
         start = loaded or checkpoint_to_branch_from(config, dist)
         if resumes and loaded is None:
             began = {"from_step": start.step if start else 0, **init_sha256(config, start)}
-            record.check_restart(folder, checkpoints.folder, to_json(config), _earlier(), began)
+            record.check_restart(folder, checkpoints.folder, config, began)
         run_id = record.run_id(folder, loaded) if resumes else secrets.token_hex(16)
         origin = Origin(run_id, resumes, loaded, start)
         switches = [parse_switch(text) for text in config.alarm.switches]
@@ -214,17 +214,10 @@ def init_sha256(config: TrainConfig, start: Loaded | None) -> dict[str, str]:
         return {"init_sha256": files.sha256_file(source)}
 
 
-def _earlier() -> dict[str, Any]:
-    """The settings that a record from before a field stands for."""
-    earlier = to_json(TrainConfig())
-    earlier["precision"]["fixed_sum_order"] = False
-    return earlier
-
-
 def check_start(config: TrainConfig, dist: DistContext, loaded: Loaded, *, branch: bool) -> None:
     """Raise ``UserError`` where ``config`` does not fit the checkpoint at which the run begins."""
     where = f"the checkpoint {loaded.path}"
-    record.check_settings(where, loaded.config_json, to_json(config), _earlier(), branch=branch)
+    record.check_settings(where, loaded.config_json, config, branch=branch)
     if config.run.steps < loaded.step:
         expected = f"at least {loaded.step}, where the checkpoint {loaded.path} stands"
         raise invalid("run.steps", config.run.steps, expected)
@@ -316,17 +309,14 @@ def open_folder(
     content |= {"attention_name": config.attention.label(), "attention": describe(plans)}
     content |= {"switches": interventions.options(), "sessions": record.sessions(folder, origin.step, made_with)}
     if loaded is not None:
-        changes = record.settings_changed(folder, to_json(config), _earlier()), record.what_changed(content["sessions"])
+        changes = record.settings_changed(folder, config), record.what_changed(content["sessions"])
         for changed in filter(None, changes):
             dist.print0(f"{folder}: {changed}")
     if config.data.replay:
-        source = folder.parent / batches.header.source_run
-        made = record.config_that_recorded(Path(config.data.replay), source) or to_json(config)
-        for name, before, value in record.differences(made, to_json(config), _earlier()):
-            if name == "precision.fixed_sum_order":
-                dist.print0(
-                    f"{config.data.replay}: recorded with {name} {before}, this run has {value}: losses may differ"
-                )
+        before = record.sum_order_of(Path(config.data.replay), folder.parent / batches.header.source_run)
+        if before not in (None, value := config.precision.fixed_sum_order):
+            what = f"recorded with {record.SUM_ORDER} {before}, this run has {value}: losses may differ"
+            dist.print0(f"{config.data.replay}: {what}")
     logs, odd = ({}, []) if loaded is None else record.logs_before(folder, loaded)
     if odd:  # the next checkpoint knows only the changed lines
         content["sessions"][-1]["logs_changed"] = odd
