@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from errors import UserError, invalid
 from training.signals import STARTED_BY
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+T = TypeVar("T")
 
 # The one workspace setting that torch's deterministic mode accepts besides the smaller :16:8.
 _CUBLAS_VARIABLE, _CUBLAS_DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -196,19 +197,13 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def gather(tensor: Tensor) -> list[Tensor]:
-    """Each process's tensor, of any shape, in order of rank, as CPU tensors on every process."""
+def gather(value: T) -> list[T]:
+    """Each process's value, such as a tensor on the CPU of any shape, in order of rank, on every process."""
     if not dist.is_initialized():
-        return [tensor.cpu().clone()]
+        return [value]
     received: list[Any] = [None] * world_size()
-    dist.all_gather_object(received, tensor.cpu())
+    dist.all_gather_object(received, value)
     return received
-
-
-def differ(text: str) -> bool:
-    """Whether processes have different texts of one length: the same answer on all of them."""
-    codes = torch.tensor(list(text.encode()))
-    return not torch.equal(all_reduce_max(codes), -all_reduce_max(-codes))
 
 
 class PairSum:

@@ -52,5 +52,5 @@ def evaluate(
     finally:
         for module, training in modes:
             module.training = training
-    loss_sum, count_sum = map(math.fsum, torch.cat(gather(torch.stack(sums))).T.tolist())
+    loss_sum, count_sum = map(math.fsum, torch.cat(gather(torch.stack(sums).cpu())).T.tolist())
     return loss_sum / count_sum

@@ -236,7 +236,7 @@ def open_data(config: TrainConfig, dist: DistContext, origin: Origin, undo: cont
     batches = Batches(config.data, *mine, contiguous=config.precision.fixed_sum_order)
     undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
     # Only rank 0 verifies the data, and hosts may have copies of their own. The digest knows the position, too.
-    if distributed.differ(batches.digest()):
+    if len(set(distributed.gather(batches.digest()))) > 1:
         expected = f"the same data and checkpoint for every process: rank {dist.rank} has {batches.digest()} at step {batches.position}"
         raise invalid("data.dataset", config.data.dataset, expected)
     if batches.vocabulary_size > config.model.vocab_size:
