@@ -5,11 +5,16 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid
+from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+
+with trainer_packages():
+    from data.openwebtext import prepare_openwebtext
+    from data.stdlib import prepare_stdlib
+    from data.text import Prepared, prepare_text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,19 +40,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def prepare(arguments: argparse.Namespace, folder: Path) -> Any:
-    """``data.text.Prepared``."""
+def prepare(arguments: argparse.Namespace, folder: Path) -> Prepared:
     if arguments.kind == "text":
-        from data.text import prepare_text
-
         options = {key: getattr(arguments, key) for key in ("vocabulary", "val", "val_fraction", "force")}
         return prepare_text(arguments.source, folder, **options)
     if arguments.kind == "openwebtext":
-        from data.openwebtext import prepare_openwebtext
-
         return prepare_openwebtext(folder, source=arguments.source, force=arguments.force)
-    from data.stdlib import prepare_stdlib
-
     return prepare_stdlib(folder, force=arguments.force)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from errors import UserError, invalid
+from errors import invalid
 from training.muon import GraphedMuon, captured
 
 OptimizerName = Literal["adamw", "muon"]
@@ -129,14 +129,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device 
     AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) decays parameters of two or more dimensions only. Muon
     (``torch.optim.Muon``; on CUDA its iterations are replayed as a graph, to the same bits) takes the blocks' matrices, each
     orthogonalized whole (the fused Q, K, V projection is one matrix), with updates scaled by 0.2 * sqrt(max(rows, columns)) to
-    AdamW's RMS (Moonshot, arXiv 2502.16982); ``UserError`` where the model has none.
+    AdamW's RMS (Moonshot, arXiv 2502.16982).
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if config.optimizer == "adamw":
         return _adamw([parameter for _, parameter in named], config, device)
     hidden = [parameter for name, parameter in named if parameter.ndim == 2 and _HIDDEN_MATRIX.search(name)]
-    if not hidden:
-        raise UserError("optim.optimizer = 'muon': the model has no block matrices for it; choose adamw")
     taken = {id(parameter) for parameter in hidden}
     adamw = _adamw([parameter for _, parameter in named if id(parameter) not in taken], config, device)
     return MuonWithAdamW(_muon(hidden, config, torch.device(device)), adamw)
