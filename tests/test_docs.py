@@ -1,13 +1,16 @@
 """Pages: tables against the code, examples by running them; links lead to what exists, and so do commands."""
 
+import contextlib
 import json
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -138,12 +141,25 @@ def test_watch_opened_by_a_callback_sees_a_model_that_the_trainer_compiles(tmp_p
     assert [look["step"] for look in looks] == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("low_precision_attention")
-def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def example(
+    low_precision_attention: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
+    """Run examples/huggingface_finetune.py: the lines that it prints, or the one that it says where it refuses, with code 2."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(sys, "argv", ["example", "--steps", "21", "--length", "32"])
-    runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
-    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+
+    def run(*arguments: object, refuses: bool = False) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["example", *map(str, arguments)])
+        with pytest.raises(SystemExit, match="2") if refuses else contextlib.nullcontext():
+            runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
+        said = capsys.readouterr()
+        return said.err.splitlines()[-1:] if refuses else said.out.splitlines()
+
+    return run
+
+
+def test_the_example_learns(example: Callable[..., list[str]]) -> None:
+    losses = [float(line.split()[-1]) for line in example("--steps", 21, "--length", 32)]
     assert losses[-1] < losses[0] - 1
 
 
@@ -153,13 +169,12 @@ WITH_DROPOUT = {
 }
 
 
-@pytest.mark.usefixtures("low_precision_attention")
 @pytest.mark.parametrize("family", WITH_DROPOUT)
 def test_the_example_trains_a_model_of_its_length(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    family: str, tmp_path: Path, example: Callable[..., list[str]]
 ) -> None:
     """Its attention dropout is 0.1 unless told otherwise, each under a name of its own."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({"?": 0, "import": 1, "def": 2}, "?"))
@@ -169,33 +184,19 @@ def test_the_example_trains_a_model_of_its_length(
         vocab_size=3, **WITH_DROPOUT[family], bos_token_id=0, eos_token_id=0
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    example = ["example", "--model", str(tmp_path), "--steps", "1", "--length"]
-    monkeypatch.setattr(sys, "argv", [*example, "16"])
-    runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
-    assert capsys.readouterr().out.startswith("step 0: loss ")
-    monkeypatch.setattr(sys, "argv", [*example, "17"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
-    assert "--length 17: expected at most 16" in capsys.readouterr().err.splitlines()[-1]
+    arguments = "--model", tmp_path, "--steps", 1, "--length"
+    assert example(*arguments, 16)[0].startswith("step 0: loss ")
+    assert "--length 17: expected at most 16" in example(*arguments, 17, refuses=True)[0]
 
 
-@pytest.mark.usefixtures("low_precision_attention")
 def test_a_model_whose_call_is_refused_ends_the_example_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise ValueError("Attention: it has no\nposition_bias")
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", refused)
-    monkeypatch.setattr(sys, "argv", ["example", "--length", "32"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
-    assert "--model '': Attention: it has no position_bias" in capsys.readouterr().err.splitlines()[-1]
+    refused = Mock(side_effect=ValueError("Attention: it has no\nposition_bias"))
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", refused)
+    assert "--model '': Attention: it has no position_bias" in example("--length", 32, refuses=True)[0]
 
 
-@pytest.mark.usefixtures("low_precision_attention")
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -208,14 +209,10 @@ def test_a_model_whose_call_is_refused_ends_the_example_in_one_line(
     ],
 )
 def test_the_example_refuses_in_one_line(
-    arguments: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str, expected: str, example: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["example", *arguments.split()])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(ROOT / "examples" / "huggingface_finetune.py"), run_name="__main__")
-    assert expected in capsys.readouterr().err.splitlines()[-1]
+    assert expected in example(*arguments.split(), refuses=True)[0]
 
 
 # Folders of the project, not those that a user's runs and environments make.
