@@ -27,7 +27,7 @@ from attention import AttentionConfig, AttentionSpec
 from attention.backends import FLASH_BACKENDS
 from attention.check.kernels import KNOWN
 from attention.dispatch import run
-from errors import OneLineParser, UserError, exit_on_user_error, first_line, invalid, on_disk
+from errors import OneLineParser, UserError, check_size, exit_on_user_error, first_line, invalid, on_disk
 from training.record import environment, version
 from training.throughput import clock_and_power, explain_clock_and_power
 
@@ -216,8 +216,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if args.rounds < 1:
-        raise invalid("--rounds", args.rounds, "at least 1")
+    check_size("--rounds", args.rounds, 1)
     if args.json and args.json.is_dir():
         raise invalid("--json", str(args.json), "a file")
     if args.json:

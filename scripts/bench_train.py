@@ -28,7 +28,7 @@ from unittest import mock
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+from errors import OneLineParser, UserError, check_size, exit_on_user_error, invalid, trainer_packages
 
 with trainer_packages():
     import numpy as np
@@ -287,8 +287,7 @@ def measure(args: argparse.Namespace, recipe: TrainConfig, folder: Path) -> dict
 def check(args: argparse.Namespace, flags: list[str], folder: Path) -> TrainConfig:
     """The recipe, on ``folder``'s data set unless the flags name another. Raises ``UserError`` before anything is built."""
     for name in ("rounds", "steps"):
-        if getattr(args, name) < 1:
-            raise invalid(f"--{name}", getattr(args, name), "at least 1")
+        check_size(f"--{name}", getattr(args, name), 1)
     given = {flag.partition("=")[0].removeprefix("--") for flag in own_refused(flags)}
     tokens = {"data.dataset": folder / "data", "data.verify": "size"}
     own = as_flags({field: value for field, value in tokens.items() if field not in given})

@@ -13,7 +13,7 @@ from typing import Any
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, on_disk, reading, trainer_packages
+from errors import OneLineParser, UserError, check_size, exit_on_user_error, on_disk, reading, trainer_packages
 
 with trainer_packages():
     import torch
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="data set (that of the checkpoint's run)")
     parser.add_argument("--out", type=Path, default=Path("captured"), help="folder to write to (captured)")
     options = parser.parse_args(argv)
-    if options.sequences < 1:
-        raise invalid("--sequences", options.sequences, "1 or more")
+    check_size("--sequences", options.sequences, 1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     opened = open_checkpoint(options.checkpoint, device)
     config, loaded = opened.config, opened.loaded

@@ -32,7 +32,7 @@ from typing import Any
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, on_disk, reading, trainer_packages
+from errors import OneLineParser, UserError, check_size, exit_on_user_error, invalid, on_disk, reading, trainer_packages
 
 with trainer_packages():
     import numpy as np
@@ -473,8 +473,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     args = parser.parse_args(argv)
-    if args.patience < 1:
-        raise invalid("--patience", args.patience, "1 or more steps")
+    check_size("--patience", args.patience, 1)
     if not args.margin >= 0:
         raise invalid("--margin", args.margin, "0 or more nats")
     if args.out != "none" and Path(args.out).suffix not in (".png", ".pdf", ".svg"):

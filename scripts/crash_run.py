@@ -27,7 +27,7 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, trainer_packages
+from errors import OneLineParser, UserError, check_size, exit_on_user_error, invalid, trainer_packages
 
 with trainer_packages():
     import config as configuration
@@ -113,8 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"usage: {usage}; --help says more")
     kernel, tiny = names[0], len(names) == 1
     patience = (50 if tiny else 200) if options.patience is None else options.patience
-    if patience < 1:
-        raise invalid("--patience", patience, "1 or more steps")
+    check_size("--patience", patience, 1)
     if own := [option for option in rest if option.replace("_", "-").startswith(OWN)]:
         raise UserError(f"{own[0].partition('=')[0]}: crash_run.py sets this itself, for each run")
     replaced = {option.partition("=")[0].replace("_", "-") for option in rest}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, exit_on_user_error, invalid, on_disk, trainer_packages
+from errors import OneLineParser, UserError, check_size, exit_on_user_error, invalid, on_disk, trainer_packages
 
 with trainer_packages():
     import torch
@@ -107,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--head", type=int, help="which head (the one whose W_Q has the largest spectral norm)")
     parser.add_argument("--out", type=Path, default=Path("pictures"), help="folder to write to (pictures)")
     args = parser.parse_args(argv)
-    if args.sequences < 1:
-        raise invalid("--sequences", args.sequences, "1 or more")
+    check_size("--sequences", args.sequences, 1)
     if args.out.exists() and not args.out.is_dir():
         raise invalid("--out", str(args.out), "a folder")
     needed = {4: "checkpoint", 5: "checkpoint", 8: "hf", 9: "hf"}.get(args.figure, "runs")

@@ -95,7 +95,7 @@ def test_a_verdict_needs_a_stable_control_and_a_recipe_that_fails(ended: dict[st
     ("option", "value", "message"),
     [
         ("--patience", "x", "argument --patience: invalid int value: 'x'"),
-        ("--patience", "0", "--patience = 0: expected 1 or more steps"),
+        ("--patience", "0", "--patience = 0: expected a whole number of 1 or more"),
         ("--run.name", "a", "--run.name: crash_run.py sets this itself, for each run"),
         ("--data.record", "a", "--data.record: crash_run.py sets this itself, for each run"),
         ("--attention.default.sites", "output=m1", "--attention.default.sites: crash_run.py sets this itself"),
