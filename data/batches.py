@@ -176,13 +176,10 @@ class Batches:
         """
         size, windows = self._config.micro_batch, self._config.validation_sequences
         for first in range(self._rank * size, windows, self._world_size * size):
-            yield self._validation_windows(first, min(first + size, windows))
+            yield self.validation_windows(first, min(first + size, windows))
 
-    def first_validation(self, sequences: int) -> tuple[Tensor, Tensor]:
-        """The first ``sequences`` of the validation set, for any rank."""
-        return self._validation_windows(0, sequences)
-
-    def _validation_windows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+    def validation_windows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Sequences ``first`` to ``last`` - 1 of the validation set, for any rank."""
         T, windows = self._config.sequence_length, self._config.validation_sequences
         # Spread evenly from the first to the last place where T + 1 tokens fit.
         furthest = self._validation.header.count - T - 1

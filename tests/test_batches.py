@@ -51,8 +51,8 @@ def record(dataset: Path, folder: Path, steps: int, **changes) -> list[list[tupl
 def test_the_first_validation_sequences_are_those_of_any_process(dataset):
     chosen = settings_for(dataset, micro_batch=1, global_batch=2)
     one, second = Batches(chosen), Batches(chosen, rank=1, world_size=2)
-    assert torch.equal(one.first_validation(3)[0], second.first_validation(3)[0])
-    assert torch.equal(one.first_validation(3)[0], torch.cat([tokens for tokens, _ in one.validation()])[:3])
+    assert torch.equal(one.validation_windows(0, 3)[0], second.validation_windows(0, 3)[0])
+    assert torch.equal(one.validation_windows(0, 3)[0], torch.cat([tokens for tokens, _ in one.validation()])[:3])
 
 
 def test_the_random_order_is_pinned():

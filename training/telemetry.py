@@ -93,7 +93,7 @@ class Telemetry:
         self._config, self._model, self._device = config, model, device
         rates = (learning_rate(step, config.optim) for step in range(config.run.steps))
         self._lr_sums = list(itertools.accumulate(rates, initial=0.0))
-        batch = batches.first_validation(config.telemetry.sequences)
+        batch = batches.validation_windows(0, config.telemetry.sequences)
         self._tokens_BT, self._targets_BT = (x.to(device) for x in batch)
         self.file = JsonLines(folder / TELEMETRY_FILE)
 
