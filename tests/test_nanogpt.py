@@ -111,13 +111,6 @@ def test_what_is_spoilt_is_refused(spoil: Spoil, message: str, tmp_path: Path) -
         load_nanogpt(built(), save(content, tmp_path))
 
 
-def test_no_archive(tmp_path: Path) -> None:
-    path = save(nanogpt(), tmp_path)
-    path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(UserError, match="cannot be read"):
-        load_nanogpt(built(), path)
-
-
 def test_a_run_starts_from_it(place: Place, tmp_path: Path) -> None:
     path = save(nanogpt(), tmp_path)
     run = place.train("from_nanogpt", {"run.steps": 1, "run.init_from": str(path)})
