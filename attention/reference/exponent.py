@@ -30,10 +30,18 @@ def log2_scale(scale: float) -> float:
 
 
 class SubtractFirst:
-    """exp(S - m), the difference first. The other forms have the same methods."""
+    """exp(S - m), the difference first."""
+
+    _exp = staticmethod(torch.exp)
+    log = staticmethod(torch.log)
+    """log l, in the unit of m."""
+    _natural = 1.0
+    """1 in the unit of m."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
+        self._scale = self.c = 1.0
+        """S over ``scores``, and m over the row maximum of ``scores``."""
 
     def scores(self, rows: slice, columns: slice) -> Tensor:
         """S of one tile in this form's unit, masked entries -inf."""
@@ -41,78 +49,64 @@ class SubtractFirst:
 
     def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
         """Row normalizer of a tile (``stabilize.tile_row_max``) in the unit of m, before ``statistics``; as ``n`` says, if given."""
-        return self._rounded(tile_row_max(s, n or self.problem.sites.numerics))
+        n = n or self.problem.sites.numerics
+        return self._rounded(tile_row_max(s, n, scale=self._scale, unit=self.c))
 
     def _rounded(self, m: Tensor) -> Tensor:
-        if self.problem.sites.numerics.row_max_rounding == "up":
-            m = (m * math.log2(math.e)).ceil() * math.log(2)
-        return m
+        return self._up(m) if self.problem.sites.numerics.row_max_rounding == "up" else m
+
+    def _up(self, m: Tensor) -> Tensor:
+        return (m * math.log2(math.e)).ceil() * math.log(2)
 
     def sinks(self) -> tuple[Tensor, Tensor]:
         """The sinks [H, 1, 1] in the unit of m, and the m, before ``statistics``, that a row has before its first tile."""
         assert self.problem.sinks is not None
-        return self.problem.sinks, self._rounded(self.problem.sinks)
+        sinks = self.problem.sinks * self._natural
+        return sinks, self._rounded(sinks)
+
+    def _difference(self, s: Tensor, m: Tensor) -> Tensor:
+        return s - m
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         """exp(S - m); with L in place of m, or with log l, it is P."""
-        difference = s - m
-        return torch.exp(difference if log_l is None else difference - log_l)
+        difference = self._difference(s, m)
+        return self._exp(difference if log_l is None else difference - log_l)
 
     def rescale(self, m: Tensor, m_new: Tensor) -> Tensor:
         """alpha = exp(m - m')."""
-        return torch.exp(m - m_new)
-
-    def log(self, row_sum: Tensor) -> Tensor:
-        """log l, in natural units or, of the others, those of log2."""
-        return torch.log(row_sum)
+        return self._exp(m - m_new)
 
 
-class Fma:
+class Fma(SubtractFirst):
     """exp2(fma(S', c, -m)). S' c has at most 48 bits, so that FP64 holds it exactly; rounding the difference to FP64 and then to FP32
     is as good as once near the maximum."""
 
+    _exp, log = staticmethod(torch.exp2), staticmethod(torch.log2)
+    _natural = math.log2(math.e)
+
     def __init__(self, problem: Problem):
-        self.problem = problem
+        self.problem, self._scale = problem, problem.scale
         # Rounded to FP32 without a tensor: this runs under the capture of CUDA graphs too.
         (self.c,) = struct.unpack("f", struct.pack("f", log2_scale(problem.scale)))
 
     def scores(self, rows: slice, columns: slice) -> Tensor:
         return self.problem.products(rows, columns)
 
-    def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
-        return self._rounded(tile_row_max(s, n or self.problem.sites.numerics, scale=self.problem.scale, unit=self.c))
+    def _up(self, m: Tensor) -> Tensor:
+        return m.ceil()
 
-    def _rounded(self, m: Tensor) -> Tensor:
-        return m.ceil() if self.problem.sites.numerics.row_max_rounding == "up" else m
-
-    def sinks(self) -> tuple[Tensor, Tensor]:
-        assert self.problem.sinks is not None
-        sinks = self.problem.sinks * math.log2(math.e)
-        return sinks, self._rounded(sinks)
-
-    def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
-        difference = s.double().mul_(self.c).sub_(m).float()
-        return torch.exp2(difference if log_l is None else difference - log_l)
-
-    def rescale(self, m: Tensor, m_new: Tensor) -> Tensor:
-        return torch.exp2(m - m_new)
-
-    def log(self, row_sum: Tensor) -> Tensor:
-        return torch.log2(row_sum)
+    def _difference(self, s: Tensor, m: Tensor) -> Tensor:
+        return s.double().mul_(self.c).sub_(m).float()
 
 
 class SeparateMultiply(Fma):
     """exp2(fp32(S' c) - m): m, L and alpha as ``Fma`` has them, but S' c is rounded before the subtraction, as m was."""
 
-    def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
-        difference = s * self.c - m
-        return torch.exp2(difference if log_l is None else difference - log_l)
+    def _difference(self, s: Tensor, m: Tensor) -> Tensor:
+        return s * self.c - m
 
 
-Exponent = SubtractFirst | Fma
-
-
-def exponent_of(problem: Problem) -> Exponent:
+def exponent_of(problem: Problem) -> SubtractFirst:
     """The form that the numerics of a problem ask for, where it can act."""
     n = problem.sites.numerics
     if n.exponent == "subtract_first" or not folds(n, problem.scale, problem.softcap):
@@ -120,7 +114,7 @@ def exponent_of(problem: Problem) -> Exponent:
     return Fma(problem) if n.exponent == "fma" else SeparateMultiply(problem)
 
 
-def statistics_to_save(form: Exponent, m: Tensor, row_sum: Tensor, divisor: Tensor, sites: Sites) -> Tensor:
+def statistics_to_save(form: SubtractFirst, m: Tensor, row_sum: Tensor, divisor: Tensor, sites: Sites) -> Tensor:
     """What site ``saved_statistics`` keeps of a tile of rows, [B, H, R, Z]: L, or m and log l (1 / d for ``backward_probabilities``)."""
     if sites.numerics.backward_probabilities == "forward":
         return torch.cat((m, 1 / divisor), dim=-1)
@@ -135,7 +129,7 @@ def saved_rows(saved: Tensor, rows: slice) -> Tensor:
     return (saved.unsqueeze(2) if saved.ndim == 3 else saved)[..., rows].transpose(-1, -2)
 
 
-def probabilities(form: Exponent, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
+def probabilities(form: SubtractFirst, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
     """P of a tile [B, H, R, C] as the backward pass makes it again."""
     if form.problem.sites.numerics.backward_probabilities == "unrounded":
         return form.exp(s, *saved_BHRZ.split(1, dim=-1))
@@ -143,7 +137,7 @@ def probabilities(form: Exponent, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
     return form.problem.sites.probabilities(form.exp(s, m)) * inverse
 
 
-def sink_probabilities(form: Exponent, saved_BHRZ: Tensor) -> Tensor:
+def sink_probabilities(form: SubtractFirst, saved_BHRZ: Tensor) -> Tensor:
     """The weight of the sink in each row of a tile, [B, H, R, 1], as the backward pass makes it; it is never rounded."""
     sinks, _ = form.sinks()
     m, *second = saved_BHRZ.split(1, dim=-1)
