@@ -53,6 +53,7 @@ from .loads import (
     load_output_rows,
     load_padding,
     load_ranges,
+    load_row,
     load_rows,
     load_statistics,
     place,
@@ -311,10 +312,7 @@ def key_kernel(
                 b_do = operand(b_do, SITES.output_gradient, DTYPE)
                 # [BT]
                 b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, SHAPE.EVEN, SITES.saved_statistics)
-                if SHAPE.EVEN:
-                    b_delta = tl.load(p_delta + p_row)
-                else:
-                    b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
+                b_delta = load_row(p_delta + p_row, o_t < T, SHAPE.EVEN, 0.0)
                 b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
                 if SHAPE.RANGES:
                     b_s = round_scores(b_s, b_s, scalars, SITES, SHAPE.SOFTCAP, False)

@@ -55,19 +55,14 @@ def load_rows(
         o_d = tl.arange(0, WIDTH).to(tl.int64)
         # [ROWS, WIDTH]
         p_block = p_head + (o_r[:, None] * strides.t + o_d[None, :] * strides.d)
+        m_x = None
         if WIDTH != D:
             m_x = (o_d < D)[None, :]
-            if m_r is not None:
-                m_x = m_x & m_r[:, None]
-            elif MASKED:
-                m_x = m_x & (start + tl.arange(0, ROWS) < length)[:, None]
-            b_x = tl.load(p_block, mask=m_x, other=0.0)
-        elif m_r is not None:
-            b_x = tl.load(p_block, mask=m_r[:, None], other=0.0)
-        elif MASKED:
-            b_x = tl.load(p_block, mask=(start + tl.arange(0, ROWS) < length)[:, None], other=0.0)
-        else:
-            b_x = tl.load(p_block)
+        if m_r is None and MASKED:
+            m_r = start + tl.arange(0, ROWS) < length
+        if m_r is not None:
+            m_x = m_r[:, None] if m_x is None else m_x & m_r[:, None]
+        b_x = tl.load(p_block) if m_x is None else tl.load(p_block, mask=m_x, other=0.0)
     return b_x
 
 
@@ -158,22 +153,20 @@ def store_rows(
 
 
 @triton.jit
+def load_row(p_x, m_t, EVEN: tl.constexpr, OTHER: tl.constexpr):
+    """A number a row, [BT]; OTHER for those past the end, which ``m_t`` does not name. EVEN: there are none."""
+    return tl.load(p_x) if EVEN else tl.load(p_x, mask=m_t, other=OTHER)
+
+
+@triton.jit
 def load_statistics(p_saved, i_bh, o_t, T, EVEN: tl.constexpr, SAVED_STATISTICS: tl.constexpr):
-    """What was kept of the rows o_t [BT]: m and log2 l, or L in the place of both. EVEN: there are no rows past the end."""
+    """What was kept of the rows o_t [BT]: m and log2 l, or L in the place of both."""
     APART: tl.constexpr = SAVED_STATISTICS == MAX_AND_SUM
     o_row = i_bh.to(tl.int64) * (2 * T if APART else T) + o_t
     m_t = o_t < T
     # Rows past the end get m or L = inf, hence P = 0.
-    if EVEN:
-        b_m = tl.load(p_saved + o_row)
-    else:
-        b_m = tl.load(p_saved + o_row, mask=m_t, other=float("inf"))
-    b_log_l = b_m
-    if APART:
-        if EVEN:
-            b_log_l = tl.load(p_saved + T + o_row)
-        else:
-            b_log_l = tl.load(p_saved + T + o_row, mask=m_t, other=0.0)
+    b_m = load_row(p_saved + o_row, m_t, EVEN, float("inf"))
+    b_log_l = load_row(p_saved + T + o_row, m_t, EVEN, 0.0) if APART else b_m
     return b_m, b_log_l
 
 
