@@ -4,7 +4,7 @@ What has a whole tensor is rounded outside, by the reference's own code: Q, K, V
 dS are rounded inside, block by block (``round_low``), to the bits of ``low_formats.round_low``.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -46,25 +46,19 @@ def emulated(n: Numerics) -> bool:
     return apart or any(getattr(n, name) in LOW_FORMATS for name in SITES)
 
 
-class Operands(NamedTuple):
-    """What the kernels get: Q, K and the V of P V and of dO V^T, float32 [B, T, H, D]; ``n`` without what was rounded outside."""
+def operands(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, *settings: Any
+) -> tuple[Problem, Tensor, Tensor, Tensor, Tensor, Numerics]:
+    """What the kernels get: Q, K and the V of P V and of dO V^T, float32 [B, T, H, D], and ``n`` without what was rounded outside.
 
-    problem: Problem
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    v_of_dp: Tensor
-    n: Numerics
-
-
-def operands(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, *settings: Any) -> Operands:
-    """``n`` is concrete; ``settings`` as ``make_problem`` has them."""
+    ``n`` is concrete; ``settings`` as ``make_problem`` has them.
+    """
     problem = make_problem(q, k, v, n.key(), *settings, seed=seed)
     changes: dict[str, Any] = dict(_OUTSIDE)
     if n.delta_output in LOW_FORMATS:
         changes["delta_output"] = "fp32"
     k, v, v_of_dp = (x[:, :: problem.group].transpose(1, 2) for x in (problem.k, problem.v, problem.v_of_dp))
-    return Operands(problem, problem.q.transpose(1, 2), k, v, v_of_dp, n.with_sites(changes))
+    return problem, problem.q.transpose(1, 2), k, v, v_of_dp, n.with_sites(changes)
 
 
 def rounded_output_gradient(problem: Problem, do: Tensor) -> Tensor:

@@ -64,13 +64,14 @@ def backend(name: str, forward: Callable[..., Any], backward: Callable[..., Any]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor, n: Numerics, *settings: Any) -> tuple[Tensor, ...]:
-    of = operands(q, k, v, seed, n, *settings) if emulated(n) else None
-    dtype = q.dtype
-    if of is not None:
-        q, k, v, n = of.q, of.k, of.v, of.n
+    dtype, problem = q.dtype, None
+    if emulated(n):
+        problem, q, k, v, _, n = operands(q, k, v, seed, n, *settings)
     blocks = forward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
     o, of_delta, saved = launch_forward(q, k, v, seed, n, blocks, *settings)
-    return (o, of_delta, saved) if of is None else (*stored_outputs(of.problem, o, of_delta, dtype), saved)
+    if problem is not None:
+        o, of_delta = stored_outputs(problem, o, of_delta, dtype)
+    return o, of_delta, saved
 
 
 def _backward(
@@ -87,8 +88,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     dtype = q.dtype
     if emulated(n):
-        of = operands(q, k, v, seed, n, *settings)
-        do, q, k, v, n = rounded_output_gradient(of.problem, do), of.q, of.k, of.v_of_dp, of.n
+        problem, q, k, _, v, n = operands(q, k, v, seed, n, *settings)
+        do = rounded_output_gradient(problem, do)
     blocks = backward_blocks(n, FORMAT_OF[q.dtype], max(q.shape[3], v.shape[3]), q.shape[1], k.shape[1])
     gradients, dsinks = launch_backward(do, q, k, v, seed, o, low_bits, saved, n, blocks, *settings)
     return gradients.to(dtype), dsinks
