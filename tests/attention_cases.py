@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,18 +48,26 @@ def make(case: str, dtype: torch.dtype, device: torch.device, shape: tuple[int, 
     return Problem(*(x.to(device, dtype) for x in (q, k, v, do)))
 
 
-def causal_scores(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
-    """S [..., T, T] of q and k [..., T, D], in their dtype, -inf where a key is hidden."""
+def causal_scores(q: Tensor, k: Tensor, scale: float, softcap: float = 0.0, hidden: Tensor | None = None) -> Tensor:
+    """S [..., T, S] of q [..., T, D] and k [..., S, D], in their dtype, -inf where a key is ``hidden``, or comes after the query."""
     s = q @ k.mT * scale
     s = softcap * torch.tanh(s / softcap) if softcap else s
-    return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+    return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1) if hidden is None else hidden, -math.inf)
 
 
-def oracle(p: Problem, softcap: float = 0.0) -> tuple[Tensor, ...]:
-    """O, dQ, dK, dV in fp64 from the same (rounded) inputs."""
-    q, k, v, o, _ = _fp64(p, softcap)
-    grads = torch.autograd.grad(o, (q, k, v), p.do.double().transpose(1, 2))
-    return tuple(x.detach().transpose(1, 2) for x in (o, *grads))
+def oracle(
+    p: Problem,
+    softcap: float = 0.0,
+    *,
+    dtype: torch.dtype = torch.float64,
+    hidden: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """O, dQ, dK, dV, and the gradient of the sinks [H] if any, by standard attention in ``dtype`` from the same (rounded) inputs: matrices,
+    and autograd. ``hidden``: bool [B, T, S], the keys that a query does not see; None: causal."""
+    leaves = [x.to(dtype).requires_grad_() for x in (p.q, p.k, p.v, *([] if sinks is None else [sinks]))]
+    o, _ = _attend(*leaves, softcap=softcap, hidden=hidden)
+    return o.detach(), *torch.autograd.grad(o, leaves, p.do.to(dtype))
 
 
 def magnitudes(p: Problem) -> tuple[Tensor, ...]:
@@ -66,18 +75,25 @@ def magnitudes(p: Problem) -> tuple[Tensor, ...]:
 
     The natural unit of rounding errors: dS = P * (dP - delta) cancels, completely so for constant inputs.
     """
-    q, k, v, o, probabilities = (x.detach() for x in _fp64(p, 0.0))
-    do = p.do.double().transpose(1, 2).abs()
-    ds = probabilities * (do @ v.abs().mT + (do * o.abs()).sum(dim=-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    parts = (probabilities @ v.abs(), ds @ k.abs(), ds.mT @ q.abs(), probabilities.mT @ do)
+    o, probabilities = _attend(*(x.double() for x in (p.q, p.k, p.v)))
+    q, k, v, do, o = (x.double().transpose(1, 2).abs() for x in (p.q, p.k, p.v, p.do, o))
+    ds = probabilities * (do @ v.mT + (do * o).sum(dim=-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    parts = (probabilities @ v, ds @ k, ds.mT @ q, probabilities.mT @ do)
     return tuple(x.transpose(1, 2) for x in parts)
 
 
-def _fp64(p: Problem, softcap: float) -> tuple[Tensor, ...]:
-    """q, k, v [B, H, T, D] with gradients on, O and P."""
-    q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (p.q, p.k, p.v))
-    probabilities = torch.softmax(causal_scores(q, k, q.shape[-1] ** -0.5, softcap), dim=-1)
-    return q, k, v, probabilities @ v, probabilities
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, softcap: float = 0.0, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """O [B, T, H, D] and P [B, H, T, S]; both are 0 in rows that see no key."""
+    q, k, v = (x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1) for x in (q, k, v))
+    s = causal_scores(q, k, q.shape[-1] ** -0.5, softcap, hidden if hidden is None else hidden[:, None])
+    empty = (s == -math.inf).all(dim=-1, keepdim=True)
+    s = s.masked_fill(empty, 0.0)
+    if sinks is not None:
+        s = torch.cat((s, sinks[:, None, None].expand(*s.shape[:3], 1)), dim=-1)
+    p = torch.softmax(s, dim=-1)[..., : k.shape[2]].masked_fill(empty, 0.0)
+    return (p @ v).transpose(1, 2), p
 
 
 def run(p: Problem, spec: AttentionSpec, *, seed: int = 0, call=attention.run, **settings) -> tuple[Tensor, ...]:
@@ -89,6 +105,13 @@ def run(p: Problem, spec: AttentionSpec, *, seed: int = 0, call=attention.run, *
 
 
 Results = tuple[Tensor, ...]
+
+
+def results(function: Any, inputs: Results, do: Tensor, **settings: Any) -> Results:
+    """O of a function of torch's signature, and the gradients of its inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    o = function(*leaves, **settings)
+    return o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))
 
 
 def relative_errors(found: Results, exact: Results, unit: Results | None = None) -> list[float]:

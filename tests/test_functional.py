@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from attention_cases import same
+from attention_cases import results, same
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -49,12 +49,6 @@ def tensors(
     of_queries, of_keys, of_values = (2, 4, queries), (2, groups, keys), value_width or width
     found = drawn((*of_queries, width), (*of_keys, width), (*of_keys, of_values), (*of_queries, of_values))
     return tuple(x.to(**({"dtype": torch.bfloat16} | kind)) for x in found)
-
-
-def results(function: Any, inputs: tuple[Tensor, ...], do: Tensor, **settings: Any) -> tuple[Tensor, ...]:
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    o = function(*leaves, **settings)
-    return o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype))
 
 
 def errors(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:

@@ -3,13 +3,12 @@
 import functools
 import importlib.metadata
 import math
-from collections.abc import Callable
 from unittest.mock import Mock
 
 import kernel_tests
 import pytest
 import torch
-from attention_cases import make, oracle, relative_errors, run, same
+from attention_cases import make, oracle, relative_errors, results, run, same
 from torch import Tensor
 
 from attention import AttentionSpec, backends, scaled_dot_product_attention
@@ -128,18 +127,14 @@ def test_grouped_queries_of_any_layout_and_compiled(preset: str, group: int) -> 
     def attend(q: Tensor, k: Tensor, v: Tensor, backend: str = "flash_hopper") -> Tensor:
         return scaled_dot_product_attention(q, k, v, **settings, numerics=AttentionSpec(preset=preset, backend=backend))
 
-    def results(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        o = call(*leaves)
-        return o.detach(), *torch.autograd.grad(o, leaves, do)
-
-    plain = results(attend, q, k, v, do.contiguous())
+    plain = results(attend, (q, k, v), do.contiguous())
     torchs = functools.partial(torch.nn.functional.scaled_dot_product_attention, **settings)
-    exact = results(torchs, *(x.double() for x in (q, k, v, do)))
-    triton = results(functools.partial(attend, backend="flash"), q, k, v, do)
+    exact = results(torchs, tuple(x.double() for x in (q, k, v)), do)
+    triton = results(functools.partial(attend, backend="flash"), (q, k, v), do)
     for own, other in zip(relative_errors(plain, exact), relative_errors(triton, exact), strict=True):
         assert own <= 1.1 * other + 2.0**-17
     odd = torch.empty(q.numel() + 1, device="cuda", dtype=q.dtype)[1:].view(q.shape).copy_(q)
     strided = torch.empty(2, 2, 300, 132, device="cuda", dtype=q.dtype)[..., :128].copy_(k)
-    assert same(results(attend, odd, strided, v.transpose(1, 2).contiguous().transpose(1, 2), do), plain)
-    assert same(results(torch.compile(attend, fullgraph=True), q, k, v, do), plain)
+    laid_out = odd, strided, v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert same(results(attend, laid_out, do), plain)
+    assert same(results(torch.compile(attend, fullgraph=True), (q, k, v), do), plain)

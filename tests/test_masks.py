@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import kernel_tests
 import pytest
 import torch
-from attention_cases import assert_agree, assert_as_exact, in_small_tiles, same
+from attention_cases import Problem, assert_agree, assert_as_exact, in_small_tiles, oracle, results, same
 from kernel_tests import INTERPRETED, pass_in_the_interpreter
 from torch import Tensor
 
@@ -90,20 +90,10 @@ class Case:
 
 
 def formula(case: Case, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """O, dQ, dK, dV, and the sinks' gradient, by standard attention in ``dtype``: matrices, and autograd."""
-    leaves = [x.to(dtype).requires_grad_() for x in (*tensors[:3], *tensors[4:])]
-    q, k, v = (x.transpose(1, 2).repeat_interleave(case.H // x.shape[2], dim=1) for x in leaves[:3])
-    hidden = ~case.visible(q.device)[:, None]
-    s = q @ k.mT * case.D**-0.5
-    s = case.softcap * torch.tanh(s / case.softcap) if case.softcap else s
-    s = s.masked_fill(hidden, -torch.inf)
-    empty = hidden.all(dim=-1, keepdim=True)
-    s = s.masked_fill(empty, 0.0)
-    if case.sinks:
-        s = torch.cat((s, leaves[3][:, None, None].expand(case.B, case.H, case.T, 1)), dim=-1)
-    p = torch.softmax(s, dim=-1)[..., : case.S].masked_fill(empty, 0.0)
-    o = (p @ v).transpose(1, 2)
-    return o.detach(), *torch.autograd.grad(o, leaves, tensors[3].to(dtype))
+    """O, dQ, dK, dV, and the sinks' gradient, by standard attention in ``dtype``."""
+    sinks = tensors[4] if case.sinks else None
+    hidden = ~case.visible(tensors[0].device)
+    return oracle(Problem(*tensors[:4]), case.softcap, dtype=dtype, hidden=hidden, sinks=sinks)
 
 
 def computed(case: Case, tensors: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -167,6 +157,7 @@ OTHER_VALUES = [
     Case(B=2, D=96, DV=64, window=9, K=1),
     pytest.param(Case(T=20, S=20, D=192, DV=128), marks=slow),
 ]
+CAPPED = Case(T=20, S=20, softcap=3.0)
 SINKS = Case(H=8, K=4, sinks=True)
 BOTTOM_RIGHT = [Case(T=T, S=S, bottom_right=True) for T, S in ((20, 40), (40, 20), (1, 33))]
 WINDOWS = [
@@ -191,7 +182,9 @@ PACKED = [
 
 
 @pytest.mark.parametrize("backend", NAMED)
-@pytest.mark.parametrize("case", [*HEADS, *OTHER_VALUES, SINKS, *BOTTOM_RIGHT, *WINDOWS, *KEYS, *PACKED], ids=str)
+@pytest.mark.parametrize(
+    "case", [*HEADS, *OTHER_VALUES, CAPPED, SINKS, *BOTTOM_RIGHT, *WINDOWS, *KEYS, *PACKED], ids=str
+)
 def test_as_exact_as_standard_attention(case: Case, backend: str, device: torch.device) -> None:
     assert_exact(case, device, spec_of(backend))
 
@@ -304,15 +297,15 @@ def test_a_sink_of_minus_infinity_is_none(backend: str, preset: str, sink: float
     case = Case(B=2, padding=("1" * 40, "0" * 40))
     q, k, v, do = (x.transpose(1, 2) for x in case.tensors(device))
 
-    def passes(sinks: Tensor | None) -> tuple[Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
-        mask, of_sinks = case.keys(device)[:, None, None], leaves[3] if leaves[3:] else None
-        settings = {"attn_mask": mask, "is_causal": True, "numerics": spec_of(backend, preset), "sinks": of_sinks}
-        o = attention.scaled_dot_product_attention(*leaves[:3], **settings)
-        return o.detach(), *torch.autograd.grad(o, leaves, do)
+    def passes(*sinks: Tensor) -> tuple[Tensor, ...]:
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+            settings = {"is_causal": True, "numerics": spec_of(backend, preset), "sinks": sinks}
+            return attention.scaled_dot_product_attention(q, k, v, case.keys(device)[:, None, None], **settings)
+
+        return results(attend, (q, k, v, *sinks), do)
 
     *found, of_sinks = passes(torch.full((2,), sink, device=device))
-    assert same(found, passes(None))
+    assert same(found, passes())
     assert of_sinks.count_nonzero() == 0
 
 
