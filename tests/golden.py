@@ -4,15 +4,12 @@
     python tests/golden.py --check interpreter  one part: losses, reference or interpreter
     python tests/golden.py --check --quick      what tests/test_golden.py checks
     python tests/golden.py --write              record all again, on this machine (a change of numerics gets a commit that says so)
-    python tests/golden.py --gpu                300 steps of fast_failure on an H100 against a published run
-                                                (needs data/tokens/public; further options go to train.py)
 
 What is checked is what was recorded: new presets, bases and sites need no entry.
 """
 
 import argparse
 import contextlib
-import csv
 import hashlib
 import io
 import itertools
@@ -129,14 +126,10 @@ def record_losses(wanted: list[str] | None) -> dict[str, Any]:
         for name in wanted or LOSSES:
             with contextlib.redirect_stdout(io.StringIO()):
                 train.train(config.load([*LOSSES[name], *fixed.split()]))
-            rows = _logged(f"{folder}/golden")
+            rows = [row for row in map(json.loads, _lines(f"{folder}/golden/metrics.jsonl")) if "train_loss" in row]
             shutil.rmtree(f"{folder}/golden")
             found[name] = {key: [row[key] for row in rows] for key in ("train_loss", "grad_norm")}
     return found
-
-
-def _logged(run: str) -> list[dict[str, Any]]:
-    return [row for row in map(json.loads, _lines(f"{run}/metrics.jsonl")) if "train_loss" in row]
 
 
 def cases(part: str) -> Iterator[str]:
@@ -268,38 +261,14 @@ def in_a_process(part: str, action: str, quick: bool = False) -> int:
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
-def on_a_gpu(steps: int, folder: str, options: list[str]) -> int:
-    """Steps of fast_failure on the public text beside a published run (H100, torch 2.11): each digit that its table keeps."""
-    with (ROOT / "experiments/matched_pairs/runs/flash_2/metrics.csv").open() as file:
-        published = {int(row["step"]): row for row in csv.DictReader(file) if int(row["step"]) < steps}
-    fixed = f"--data.dataset data/tokens/public --data.seed 12 --run.seed 12 --run.name golden --run.log-every 1 --run.steps {steps}"
-    command = [sys.executable, "train.py", "configs/fast_failure.py", *fixed.split(), "--run.folder", folder, *options]
-    if code := subprocess.run(command, cwd=ROOT).returncode:
-        return code
-    rows = {row["step"]: row for row in _logged(f"{folder}/golden")}
-    for (step, row), name in itertools.product(published.items(), ("train_loss", "grad_norm")):
-        here = f"{rows[step][name]:.7g}"
-        if float(here) != float(row[name]):
-            print(f"step {step} differs: {name} {row[name]} was published, {here} here")
-            return 1
-    print(f"equal: {len(published)} losses and gradient norms of the first {steps} steps")
-    return 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", nargs="?", const="all", choices=("all", *PARTS))
     action.add_argument("--write", nargs="?", const="all", choices=("all", *PARTS))
-    action.add_argument("--gpu", nargs="?", const="runs", metavar="FOLDER", help="where the run is written (runs)")
-    parser.add_argument("--steps", type=int, default=300, help="of --gpu")
     parser.add_argument("--quick", action="store_true", help="of --check: a part of the cases")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    arguments, options = parser.parse_known_args()
-    if arguments.gpu:
-        return on_a_gpu(arguments.steps, arguments.gpu, options)
-    if options:
-        parser.error(f"unknown options: {' '.join(options)}")
+    arguments = parser.parse_args()
     action_name, chosen = ("--check", arguments.check) if arguments.check else ("--write", arguments.write)
     if not arguments.here:
         parts = PARTS if chosen == "all" else (chosen,)
