@@ -177,26 +177,20 @@ def check_switched(model: Any, asked: Any) -> None:
     """``ValueError`` where ``model`` has not become what ``asked`` says (transformers only logs that), or no part of it has ours."""
     check(model)
     reached = [(module, config, traits_of(module)) for module, config in _governed(model)]
-    if isinstance(asked, str):
-        left = [(module, config, traits) for module, config, traits in reached if _name(config) != asked]
-        for module, config, traits in left:
-            if traits.own:
-                _refuse(model, module, config, asked)
-        for module, _, traits in left:
-            what = f"{type(model).__name__}: transformers does not switch its {type(module).__name__}"
-            refuse(traits.registry, f"{what}: expected the model to be made or loaded with {asked!r}")
-    else:
-        for config, key in _configs(model):
-            wanted: Any = asked
-            for part in key.split(".") if key else ():
-                wanted = wanted.get(part) if isinstance(wanted, dict) else None
-            wanted = wanted.get("") if isinstance(wanted, dict) else wanted
-            if (key or config is model.config) and is_ours(wanted) and _name(config) != wanted:
-                for module, of_module, traits in reached:
-                    if of_module is config and traits.own:
-                        _refuse(model, module, config, wanted)
-                what = f"{type(model).__name__}: transformers cannot switch its {key or 'attention'} to {wanted!r}"
-                refuse(True, f"{what}: expected another for it, as 'eager'")
+    for config, key in _configs(model):
+        wanted: Any = asked
+        for part in key.split(".") if key and isinstance(asked, dict) else ():
+            wanted = wanted.get(part) if isinstance(wanted, dict) else None
+        if isinstance(wanted, dict):
+            wanted = wanted.get("") if key or config is model.config else None
+        if is_ours(wanted) and _name(config) != wanted:
+            left = [(module, traits) for module, of_module, traits in reached if of_module is config]
+            for module, traits in left:
+                if traits.own:
+                    _refuse(model, module, config, wanted)
+            what = f"{type(model).__name__}: transformers cannot switch its {key or 'attention'} to {wanted!r}"
+            held = isinstance(asked, dict) or any(traits.registry for _, traits in left)
+            refuse(held, f"{what}: expected the model to be made or loaded with it, or 'eager' there")
     able = [config for _, config, traits in reached if traits.registry]
     if not any(is_ours(_name(config)) for config in able):
         # A dict's "" is for the model's own config alone.
