@@ -32,9 +32,8 @@ class Call:
     """Format of q: fp32, bf16, fp16."""
     head_dim: int
     numerics: Numerics
-    softcap: float
     features: tuple[str, ...] = ()
-    """The members of ``numerics.FEATURES`` that the call uses, besides a soft-cap."""
+    """The members of ``numerics.FEATURES`` that the call uses."""
     value_dim: int = 0
     """Head dim of v; 0: that of q and k."""
 
@@ -199,8 +198,7 @@ def obstacle(name: str, call: Call) -> str | None:
             numerics = numerics.concrete(call.dtype)
         except UserError as error:  # sites that exclude each other for q of this dtype
             return str(error)
-    asked = (*call.features, *(("softcap",) if call.softcap else ()))
-    reason = lacking(name, asked)
+    reason = lacking(name, call.features)
     if reason is None and backend.has_sites:
-        reason = _other_site(name, numerics) if backend.presets else numerics.refused_by(name, asked)
+        reason = _other_site(name, numerics) if backend.presets else numerics.refused_by(name, call.features)
     return reason or backend.needs(replace(call, numerics=numerics))

@@ -71,15 +71,16 @@ def run(
     scale, softcap = checked_numbers(scale, softcap)
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if scale is None else scale
     other = v_BTHD.shape[3] != k_BTHD.shape[3]
-    features = (*(("grouped",) if group > 1 else ()), *(("value_dim",) if other else ()))
+    features = (("grouped",) if group > 1 else ()) + (("value_dim",) if other else ())
+    features += ("softcap",) if softcap else ()
     compiling = torch.compiler.is_compiling()
     # What asks for no feature is left to ``check_plans`` then: no call for the compiler to see.
-    for chosen in plan.groups if features or softcap or not compiling else ():
+    for chosen in plan.groups if features or not compiling else ():
         if compiling:
-            reason = _lacking(chosen.backend, (*features, *(("softcap",) if softcap else ())))
+            reason = _lacking(chosen.backend, features)
         else:
             asked = chosen.backend, chosen.numerics, q_BTHD.device.type, FORMAT_OF[q_BTHD.dtype]
-            reason = _refused(*asked, softcap, features, q_BTHD.shape[3], v_BTHD.shape[3])
+            reason = _refused(*asked, features, q_BTHD.shape[3], v_BTHD.shape[3])
         if reason is not None:
             raise UserError(f"attention of layer {plan.layer} = {chosen.spec.label()!r}: {reason}")
 
@@ -108,8 +109,8 @@ def _lacking(backend: str, features: tuple[str, ...]) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)  # every call asks
-def _refused(backend: str, key: str, kind: str, fmt: str, softcap: float, features: Any, D: int, DV: int) -> str | None:
-    return obstacle(backend, Call(kind, fmt, D, numerics_of(backend, key), softcap, features, DV))
+def _refused(backend: str, key: str, kind: str, fmt: str, features: Any, D: int, DV: int) -> str | None:
+    return obstacle(backend, Call(kind, fmt, D, numerics_of(backend, key), features, DV))
 
 
 def _chosen(x_BTHD: Tensor, heads: tuple[int, ...]) -> Tensor:

@@ -110,7 +110,8 @@ def scaled_dot_product_attention(
         chosen = (numerics.preset, numerics.numerics, numerics.sites, numerics.backend, numerics.kernel)
     elif not isinstance(numerics, str):  # before a tuple of the user's passes for that one
         spec_of(numerics)
-    asked = chosen, kind, FORMAT_OF[query.dtype], width, value_width, 1.0 if softcap else 0.0, features
+    features += ("softcap",) if softcap else ()
+    asked = chosen, kind, FORMAT_OF[query.dtype], width, value_width, features
     backend, sites, draws, unrounded = _resolved(*asked)
     if rounding_seed is None:
         refuse(draws, "rounding_seed = None: these numerics draw at random, and need an int64 tensor")
@@ -357,13 +358,7 @@ def _resolved(*asked: Any) -> tuple[str, str, bool, bool]:
 
 @functools.lru_cache(maxsize=256)
 def _resolve(
-    asked: str | tuple[Any, ...],
-    kind: str,
-    fmt: str,
-    head_dim: int,
-    value_dim: int,
-    softcap: float,
-    features: tuple[str, ...],
+    asked: str | tuple[Any, ...], kind: str, fmt: str, head_dim: int, value_dim: int, features: tuple[str, ...]
 ) -> tuple[str, str, bool, bool]:
     """Backend, key of ``Numerics``, whether some site draws, and whether O is left unrounded.
 
@@ -376,7 +371,7 @@ def _resolve(
     config = AttentionConfig(default=spec, flash_backend="flash" if kind == "cuda" else "flash_reference")
     group = config.resolve(1, 1)[0].groups[0]
     chosen = numerics_of(group.backend, group.numerics)
-    reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, softcap, features, value_dim))
+    reason = obstacle(group.backend, Call(kind, fmt, head_dim, chosen, features, value_dim))
     refuse(reason is not None, f"{spec.label()} cannot run here: {reason}")
     unrounded = BACKENDS[group.backend].has_sites and chosen.concrete(fmt).output == "fp32"
     return group.backend, group.numerics, stochastic(spec), unrounded

@@ -266,9 +266,10 @@ def check_plans(
     if dtype not in FORMAT_OF:
         raise invalid("dtype", dtype, "float32, bfloat16 or float16")
     kind, fmt = torch.device(device).type, FORMAT_OF[dtype]
+    asked = (*features, *(("softcap",) if softcap else ()))
     for plan in plans:
         for group in plan.groups:
-            call = Call(kind, fmt, head_dim, numerics_of(group.backend, group.numerics), softcap, features)
+            call = Call(kind, fmt, head_dim, numerics_of(group.backend, group.numerics), asked)
             reason = obstacle(group.backend, call)
             if reason is None and group.backend == EXTERNAL:
                 from .external import check

@@ -142,7 +142,7 @@ def compile_case(case: str) -> list[str] | None:
     D, DV = (int(head_dim.split("/")[i]) for i in (0, -1))
     form = FORMS[form_name]
     n = AttentionSpec(preset=preset, numerics=base).resolve()
-    if obstacle("flash", Call("cuda", dtype, D, n, form.softcap, (), DV)):
+    if obstacle("flash", Call("cuda", dtype, D, n, ("softcap",) * (form.softcap > 0), DV)):
         return None
     n = n.concrete(dtype)
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]

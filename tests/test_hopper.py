@@ -21,7 +21,7 @@ device = kernel_tests.device
 
 def refusal(preset: str = "flash", sites: tuple[str, ...] = (), numerics: str = "hardware", **settings: object) -> str:
     n = AttentionSpec(preset=preset, sites=sites, numerics=numerics).resolve()
-    call = {"device": "cuda", "dtype": "bf16", "head_dim": 64, "numerics": n, "softcap": 0.0} | settings
+    call = {"device": "cuda", "dtype": "bf16", "head_dim": 64, "numerics": n} | settings
     return obstacle("flash_hopper", Call(**call)) or ""  # type: ignore[arg-type]
 
 
@@ -33,7 +33,7 @@ def refusal(preset: str = "flash", sites: tuple[str, ...] = (), numerics: str = 
         ({"preset": "flash_consistent", "sites": ("delta_output=output",)}, "delta_output = 'output', expected low16"),
         ({"numerics": "published"}, "it does not have this site: "),
         ({"sites": ("score_gradients=fp32",)}, "score_gradients = 'fp32', expected bf16"),
-        ({"softcap": 30.0}, "it has no soft-cap"),
+        ({"features": ("softcap",)}, "it has no soft-cap"),
         ({"features": ("keys",)}, "it has no mask of keys"),
         ({"features": ("sinks",)}, "it has no attention sink"),
         ({"features": ("value_dim",), "value_dim": 32}, "it has no head dim of V other than that of K"),
