@@ -5,10 +5,13 @@ A plain product may become part of a multiply-add. The kernel is interpreted und
 
 import re
 import warnings
+from typing import Any
 
 import ptx_digests
 import pytest
 from kernel_tests import INTERPRETED
+
+from attention.numerics import BACKWARD, Numerics
 
 
 def _holds(*options: str) -> None:
@@ -37,30 +40,30 @@ softmax = pytest.importorskip("attention.triton.softmax")
 
 probabilities, rescaling, row_normalizer = softmax.probabilities, softmax.rescaling, softmax.row_normalizer
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled, though not run")
-PLAIN = tl.constexpr(-1)
-NEAREST, FP32 = sites.NEAREST, sites.FP32
+NEAREST = sites.NEAREST
 N = 128
 
 
 @triton.jit
-def exponent_kernel(p_s, p_p, unit, FOLD: tl.constexpr, APART: tl.constexpr, N: tl.constexpr):
+def exponent_kernel(p_s, p_p, unit, SITES: tl.constexpr, N: tl.constexpr):
     """P of a row [N] of S from its own maximum, and exp(m - m') of m and its last score, in the unit of m."""
     o_s = tl.arange(0, N)
     b_s = tl.load(p_s + o_s)
-    if FOLD == PLAIN:
+    if SITES is None:
         tl.store(p_p + o_s, tl.exp2(b_s * unit - tl.load(p_s + N)))
     else:
+        FOLD: tl.constexpr = SITES.exponent
         b_m = row_normalizer(tl.max(b_s, 0, keep_dims=True), unit, FOLD, NEAREST)
         b_last = row_normalizer(tl.load(p_s + tl.arange(0, 1)), unit, FOLD, NEAREST)
-        tl.store(p_p + o_s, probabilities(b_s, b_m, b_last, unit, FOLD, APART, False, FP32))
+        tl.store(p_p + o_s, probabilities(b_s, b_m, b_last, unit, SITES))
         tl.store(p_p + N + tl.arange(0, 1), rescaling(b_m, b_last, unit, FOLD))
 
 
-def exponents(fold: int, *, apart: bool = False) -> list[str]:
+def exponents(chosen: Any) -> list[str]:
     """What makes the operands of each exp2, innermost first, as PTX has it: the operation and that of its first operand."""
     signature = dict.fromkeys(("p_s", "p_p"), "*fp32") | {"unit": "fp32"}
-    values = {(3,): fold, (4,): apart, (5,): N}
-    source = compiler.ASTSource(exponent_kernel, signature | dict.fromkeys(("FOLD", "APART", "N"), "constexpr"), values)
+    values = {(3,): chosen, (4,): N}
+    source = compiler.ASTSource(exponent_kernel, signature | dict.fromkeys(("SITES", "N"), "constexpr"), values)
     options = {"enable_fp_fusion": sites.FP_FUSION}
     made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)
     written = {
@@ -82,18 +85,24 @@ def _chain(written: dict[str, tuple[str, str]], operands: str) -> list[str]:
     return [found[0], *_chain(written, found[1])]
 
 
+def of_kernels(**chosen: str) -> Any:
+    n = Numerics(**chosen).concrete("bf16")
+    return sites.kernel_sites(n, (BACKWARD,), 1.0, 0.0, False)
+
+
 def test_a_plain_product_becomes_part_of_a_multiply_add() -> None:
-    assert exponents(PLAIN.value) == ["fma.rn.f32"]
+    assert exponents(None) == ["fma.rn.f32"]
 
 
 def test_the_fma_is_named() -> None:
-    assert exponents(sites.FMA.value)[0] == "fma.rn.f32"
+    assert exponents(of_kernels(exponent="fma"))[0] == "fma.rn.f32"
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_separate_multiply_rounds_it_and_then_subtracts(apart: bool) -> None:
-    found, subtracted = exponents(sites.SEPARATE_MULTIPLY.value, apart=apart), "sub.f32 of mul.rn.f32"
-    assert found == ["sub.f32 of " * apart + subtracted, subtracted]
+@pytest.mark.parametrize("saved", ["logsumexp", "max_and_sum"])
+def test_separate_multiply_rounds_it_and_then_subtracts(saved: str) -> None:
+    found = exponents(of_kernels(exponent="separate_multiply", saved_statistics=saved))
+    subtracted = "sub.f32 of mul.rn.f32"
+    assert found == ["sub.f32 of " * (saved == "max_and_sum") + subtracted, subtracted]
 
 
 def test_tensor_cores_sum_p_bar_from_the_registers_that_they_multiply() -> None:

@@ -29,10 +29,8 @@ from .codes import (
     CORRECTED_ROWS,
     FMA,
     FP_FUSION,
-    FROM_FORWARD,
     LOADED,
     LOW_BITS,
-    MAX_AND_SUM,
     NO_ERROR,
     ROWSUM_DO_O,
     ROWSUM_P_DP,
@@ -106,9 +104,6 @@ def query_kernel(
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS
     WIDTH: tl.constexpr = SHAPE.WIDTH
-    FOLD: tl.constexpr = SITES.exponent
-    APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
-    REUSE: tl.constexpr = SITES.backward_probabilities == FROM_FORWARD
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     blocks = tl.cdiv(T, BT)
     i_bh, i_t = place(blocks, SHAPE.HEADS)
@@ -162,9 +157,7 @@ def query_kernel(
             b_s, b_k = block_scores(queries, keys, start, scalars, SITES, SHAPE, MASKED == 1, DTYPE)
             b_v = load_keys(p_v, strides_v, queries, start, S, SHAPE.DV, SHAPE.WIDTH_V, SHAPE, MASKED == 1)
             b_v = operand(b_v, SITES.inputs, DTYPE)
-            b_p = probabilities(
-                b_s, b_m[:, None], b_log_l[:, None], scalars.unit, FOLD, APART, REUSE, SITES.probabilities
-            )
+            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], scalars.unit, SITES)
             b_dp = dot(b_do, tl.trans(b_v), tl.zeros([BT, BS], tl.float32))
             b_dp = round_to(b_dp, SITES.probability_gradients)
             if ONLY_DELTA:
@@ -192,18 +185,15 @@ def query_kernel(
         b_dq = 0.0 + scalars.scale * b_part  # -0 becomes 0, as in published runs
         if SITES.row_residual == CENTERED_KEYS:
             o_d = tl.arange(0, WIDTH)
-            if WIDTH == SHAPE.D:
-                b_c = tl.load(p_center + (i_bh // SHAPE.GROUP).to(tl.int64) * SHAPE.D + o_d)
-            else:
-                p_c = p_center + (i_bh // SHAPE.GROUP).to(tl.int64) * SHAPE.D
-                b_c = tl.load(p_c + o_d, mask=o_d < SHAPE.D, other=0.0)
+            p_c = p_center + (i_bh // SHAPE.GROUP).to(tl.int64) * SHAPE.D + o_d
+            b_c = tl.load(p_c) if WIDTH == SHAPE.D else tl.load(p_c, mask=o_d < SHAPE.D, other=0.0)
             b_dq -= scalars.scale * (b_r[:, None] * b_c[None, :])
         if SITES.row_residual == CORRECTED_ROWS:
             b_share = tl.div_rn(b_r, b_row_sum)
             b_dq -= scalars.scale * (b_share[:, None] * b_pk)
             b_delta = round_to(b_delta + tl.div_rn(b_r_unrounded, b_row_sum), SITES.delta_sum)
             tl.store(p_delta + p_row, b_delta, mask=o_t < T)
-        store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, BT, SHAPE.D, WIDTH)
+        store_rows(p_dq, b_dq, i_bh, row, T, H, stride_gb, stride_gr, SHAPE.D)
     else:
         if SITES.delta == ROWSUM_P_DP_NORMALIZED:
             b_delta = tl.div_rn(b_delta, b_row_sum)
@@ -256,9 +246,6 @@ def key_kernel(
     BS: tl.constexpr = SHAPE.BS
     WIDTH: tl.constexpr = SHAPE.WIDTH
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
-    FOLD: tl.constexpr = SITES.exponent
-    APART: tl.constexpr = SITES.saved_statistics == MAX_AND_SUM
-    REUSE: tl.constexpr = SITES.backward_probabilities == FROM_FORWARD
     DTYPE: tl.constexpr = p_k.dtype.element_ty
     BELOW_BF16: tl.constexpr = (
         SITES.probabilities >= LOW or SITES.probabilities_in_dv >= LOW or SITES.score_gradients >= LOW
@@ -327,9 +314,7 @@ def key_kernel(
                 if BELOW_BF16:
                     # Columns past the last key have a score of 0, a P of any size, and no part in a scale.
                     b_s = tl.where((o_s < S)[:, None], b_s, -float("inf"))
-                b_p = probabilities(
-                    b_s, b_m[None, :], b_log_l[None, :], scalars.unit, FOLD, APART, REUSE, SITES.probabilities, True
-                )
+                b_p = probabilities(b_s, b_m[None, :], b_log_l[None, :], scalars.unit, SITES, True)
                 b_dv_part = dot(operand(b_p, SITES.probabilities_in_dv, DTYPE, True), b_do, b_dv_part)
                 b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
                 b_ds = b_p * (round_to(b_dp, SITES.probability_gradients, True) - b_delta[None, :])
@@ -340,8 +325,8 @@ def key_kernel(
     # -0 becomes 0, as in published runs.
     b_dk = 0.0 + scalars.scale * b_dk_part
     b_dv = 0.0 + b_dv_part
-    store_rows(p_dk, b_dk, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE.D, WIDTH)
-    store_rows(p_dv, b_dv, i_group, column, S, heads, stride_gb, stride_gr, BS, SHAPE.DV, WIDTH_V)
+    store_rows(p_dk, b_dk, i_group, column, S, heads, stride_gb, stride_gr, SHAPE.D)
+    store_rows(p_dv, b_dv, i_group, column, S, heads, stride_gb, stride_gr, SHAPE.DV)
 
 
 def empty_gradients(q: Tensor, v: Tensor) -> Tensor:

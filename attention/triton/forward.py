@@ -12,7 +12,7 @@ from ..mask import Mask
 from ..numerics import FORWARD, Numerics
 from ..reference.exponent import log2_scale
 from ..reference.tiles import empty_outputs
-from ..rounding import DELTA_STREAM, OUTPUT_STREAM, PROBABILITIES_STREAM
+from ..rounding import DELTA_STREAM, OUTPUT_STREAM
 from .block_sizes import Blocks, walks_tiles, width
 from .codes import (
     FMA,
@@ -82,7 +82,6 @@ from .softmax import (
 )
 
 _OUTPUT_STREAM, _DELTA_STREAM = tl.constexpr(OUTPUT_STREAM), tl.constexpr(DELTA_STREAM)
-_PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)
 
 
 @triton.jit
@@ -157,9 +156,7 @@ def forward_range(
             ONCE: tl.constexpr = SITES.probabilities_rounding == NEAREST and SITES.probabilities < LOW
             if SITES.divisor == ROUNDED and ONCE:
                 b_p = round_block(b_p, SITES.probabilities)
-            b_weights = weights(
-                b_p, seed, queries.i_bh, queries.o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS
-            )
+            b_weights = weights(b_p, seed, queries.i_bh, queries.o_t, start, SITES, DTYPE)
             if SITES.divisor == ROUNDED:
                 if not ONCE:
                     b_p = b_weights.to(tl.float32)
@@ -294,8 +291,8 @@ def forward_kernel(
     if SITES.delta_output == LOW_BITS:
         b_rounded = round_block(b_o, SITES.output)
     else:
-        b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words, BT, WIDTH_V)
-    store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * DV, H * DV, BT, DV, WIDTH_V)
+        b_rounded = round_output(b_o, SITES.output, SITES.output_rounding, b_words)
+    store_rows(p_o, b_rounded, i_bh, row, T, H, tl.cast(T, tl.int64) * H * DV, H * DV, DV)
     if SITES.delta_output != OUTPUT_ITSELF:
         if SITES.tile_product != FP32 or SITES.accumulator != FP32:
             b_o = divide_rows(b_exact, b_d)
@@ -304,8 +301,8 @@ def forward_kernel(
         else:
             if SITES.delta_rounding == STOCHASTIC:
                 b_words = random_words(p_seed, o_row, _DELTA_STREAM, SHAPE)
-            b_delta_o = round_output(b_o, SITES.delta_output, SITES.delta_rounding, b_words, BT, WIDTH_V)
-        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * DV, H * DV, BT, DV, WIDTH_V)
+            b_delta_o = round_output(b_o, SITES.delta_output, SITES.delta_rounding, b_words)
+        store_rows(p_delta_o, b_delta_o, i_bh, row, T, H, tl.cast(T, tl.int64) * H * DV, H * DV, DV)
 
 
 def launch_forward(

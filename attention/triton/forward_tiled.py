@@ -6,7 +6,6 @@ Legend as in ``forward.py``.
 import triton
 import triton.language as tl
 
-from ..rounding import PROBABILITIES_STREAM
 from .codes import FP32, LARGEST, OUTPUT_ITSELF, PLAIN, ROUNDED, SCALED_ROW_MAX, STABILIZED, STABILIZED_SAFE, State
 from .loads import block_scores, load_keys
 from .round_blocks import dot, operand, round_to, weights
@@ -18,8 +17,6 @@ from .softmax import (
     safe_maximum,
     shifted_row_max,
 )
-
-_PROBABILITIES_STREAM = tl.constexpr(PROBABILITIES_STREAM)
 
 
 @triton.jit
@@ -79,7 +76,7 @@ def forward_tile(
         b_sum += tl.sum(b_p, 1)
         b_v = load_keys(keys.p_v, keys.strides_v, queries, start, keys.S, SHAPE.DV, SHAPE.WIDTH_V, SHAPE, True)
         b_v = operand(b_v, SITES.inputs, DTYPE)
-        b_p = weights(b_p, seed, queries.i_bh, queries.o_t, start, SITES, _PROBABILITIES_STREAM, DTYPE, BT, BS)
+        b_p = weights(b_p, seed, queries.i_bh, queries.o_t, start, SITES, DTYPE)
         if SITES.divisor == ROUNDED:
             b_rounded_sum += tl.sum(b_p.to(tl.float32), 1)
         b_product = dot(b_p, b_v, b_product)

@@ -125,20 +125,11 @@ def load_output_rows(p_x, i_bh, H, row, T, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def store_rows(
-    p_x,
-    b_x,
-    i_bh,
-    start,
-    length,
-    H,
-    stride_b,
-    stride_r,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Rows of one head into [B, length, H, D], heads of one row side by side; ``stride_b``, ``stride_r``: of batch and row."""
+def store_rows(p_x, b_x, i_bh, start, length, H, stride_b, stride_r, D: tl.constexpr):
+    """Rows of one head, a block of D columns or more, into [B, length, H, D], heads of one row side by side; ``stride_b``, ``stride_r``: of
+    batch and row."""
+    ROWS: tl.constexpr = b_x.shape[0]
+    WIDTH: tl.constexpr = b_x.shape[1]
     o_r = tl.arange(0, ROWS).to(tl.int64)
     o_d = tl.arange(0, WIDTH).to(tl.int64)
     p_head = head_pointer(p_x, i_bh, H, stride_b, D)

@@ -10,13 +10,14 @@ copies, which is exact, and rounding is integer arithmetic.
 import triton
 import triton.language as tl
 
-from ..rounding import RANDOM_BITS, ROUNDS
+from ..rounding import PROBABILITIES_STREAM, RANDOM_BITS, ROUNDS
 from .codes import BF16, FP16, FP32, INTERPRETED, NEAREST, STOCHASTIC
 from .low_blocks import LOW, round_low
 
 _ONE = tl.constexpr(1)
 _DRAW = tl.constexpr(RANDOM_BITS)
 _ROUNDS = tl.constexpr(ROUNDS)
+_P_STREAM = tl.constexpr(PROBABILITIES_STREAM)
 
 
 @triton.jit
@@ -138,45 +139,34 @@ def random_words(p_seed, o_row, STREAM: tl.constexpr, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def tile_words(seed, i_bh, o_t, start, STREAM: tl.constexpr, BS: tl.constexpr):
+def tile_words(seed, i_bh, o_t, start, BS: tl.constexpr):
     """Philox words for the rows o_t [BT] and columns [start, start + BS) of one head: [BT, BS / 8, 2, 2] uint32."""
     o_row = o_t[:, None].to(tl.uint32)
     o_group = (start // 8 + tl.arange(0, BS // 8))[None, :].to(tl.uint32) + o_row * 0
     o_zero = o_group * 0
-    b_0, b_1, b_2, b_3 = tl.philox(seed, o_group, o_zero + o_row, o_zero + STREAM, o_zero + i_bh, _ROUNDS)
+    b_0, b_1, b_2, b_3 = tl.philox(seed, o_group, o_zero + o_row, o_zero + _P_STREAM, o_zero + i_bh, _ROUNDS)
     return tl.join(tl.join(b_0, b_2), tl.join(b_1, b_3))
 
 
 @triton.jit
-def weights(
-    b_p,
-    seed,
-    i_bh,
-    o_t,
-    start,
-    SITES: tl.constexpr,
-    STREAM: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BT: tl.constexpr,
-    BS: tl.constexpr,
-):
+def weights(b_p, seed, i_bh, o_t, start, SITES: tl.constexpr, DTYPE: tl.constexpr):
     """P_bar of a block [BT, BS] as operand of P_bar V; drawn with the bits of ``rounding.tile_random_bits``. ``start`` divides by 8."""
     if SITES.probabilities_rounding == STOCHASTIC:
-        b_words = tile_words(seed, i_bh, o_t, start, STREAM, BS)
-        b_p = round_output(b_p, SITES.probabilities, SITES.probabilities_rounding, b_words, BT, BS)
+        b_words = tile_words(seed, i_bh, o_t, start, b_p.shape[1])
+        b_p = round_output(b_p, SITES.probabilities, SITES.probabilities_rounding, b_words)
     return operand(b_p, SITES.probabilities, DTYPE)
 
 
 @triton.jit
-def round_output(b_x, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_words, BT: tl.constexpr, D: tl.constexpr):
-    """A float32 block [BT, D] rounded three ways; stochastically with the bits of ``rounding.random_bits``, from ``random_words``."""
+def round_output(b_x, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_words):
+    """A float32 block [., .] rounded three ways; stochastically with the bits of ``rounding.random_bits``, from ``random_words``."""
     if FORMAT == FP32 or ROUNDING == NEAREST:
         b_y = round_to(b_x, FORMAT)
     else:
         BITS: tl.constexpr = 10 if FORMAT == FP16 else FORMAT
         b_random = 0
         if ROUNDING == STOCHASTIC:
-            b_random = tl.reshape(tl.join(b_words & 0xFFFF, b_words >> 16), [BT, D])
+            b_random = tl.reshape(tl.join(b_words & 0xFFFF, b_words >> 16), b_x.shape)
         b_y = round_mantissa(b_x, BITS, ROUNDING, b_random)
         if FORMAT == FP16:
             b_y = b_y.to(tl.float16).to(tl.float32)

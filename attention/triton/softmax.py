@@ -5,10 +5,12 @@ import triton.language as tl
 
 from .codes import (
     FMA,
+    FROM_FORWARD,
     INTERPRETED,
     LARGEST,
     LN_2,
     LOG2_E,
+    MAX_AND_SUM,
     S_IS_SCALED,
     SCALED_ROW_MAX,
     SEPARATE_MULTIPLY,
@@ -110,22 +112,13 @@ def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
 
 
 @triton.jit
-def probabilities(
-    b_s,
-    b_m,
-    b_log_l,
-    unit,
-    FOLD: tl.constexpr,
-    APART: tl.constexpr,
-    REUSE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BY_KEYS: tl.constexpr = False,
-):
-    """P of a block [., .]: exp(S - L) with L in place of m, or APART exp(S - m) / l from log2 l, S - m as in ``exponential``; or, to
-    REUSE P_bar, exp(S - m) in FORMAT over d, with 1 / d in place of log2 l (``backward_probabilities``)."""
-    if REUSE:
-        b_p = round_each(exponential(b_s, b_m, unit, FOLD), FORMAT, BY_KEYS) * b_log_l
-    elif not APART:
+def probabilities(b_s, b_m, b_log_l, unit, SITES: tl.constexpr, BY_KEYS: tl.constexpr = False):
+    """P of a block [., .]: exp(S - L) with L in place of m, or exp(S - m) / l from log2 l (``saved_statistics``), S - m as in
+    ``exponential``; or P_bar as rounded over d, with 1 / d in place of log2 l (``backward_probabilities``)."""
+    FOLD: tl.constexpr = SITES.exponent
+    if SITES.backward_probabilities == FROM_FORWARD:
+        b_p = round_each(exponential(b_s, b_m, unit, FOLD), SITES.probabilities, BY_KEYS) * b_log_l
+    elif SITES.saved_statistics != MAX_AND_SUM:
         b_p = exponential(b_s, b_m, unit, FOLD)
     elif FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
         b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD) - b_log_l)
