@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..numerics import BACKWARD, DELTA, FORWARD, LARGEST_SCALE, LOW_FORMATS, ROUNDINGS, SITES, Numerics, Site, folds
+from ..numerics import LARGEST_SCALE, LOW_FORMATS, ROUNDINGS, SITES, Numerics, folds
 from .block_sizes import boundaries_matter
 from .low_blocks import low_code
 
@@ -83,16 +83,10 @@ def _code(name: str, value: str) -> int:
     return ROUNDINGS.index(value) if value in ROUNDINGS else declared.choices.index(value)
 
 
-def _sites_in(*passes: str) -> Any:
-    def acts(declared: Site) -> bool:
-        return "flash" in declared.backends and bool(declared.choices) and not set(passes).isdisjoint(declared.acts_in)
-
-    return namedtuple("Sites", [name for name, declared in SITES.items() if acts(declared)])
-
-
-_SITES_OF: dict[tuple[str, ...], Any] = {
-    passes: _sites_in(*passes) for passes in ((FORWARD,), (DELTA, BACKWARD), (BACKWARD,))
-}
+@functools.cache
+def _sites_in(passes: tuple[str, ...]) -> Any:
+    of_kernels = {name: x for name, x in SITES.items() if "flash" in x.backends and x.choices}
+    return namedtuple("Sites", [name for name, x in of_kernels.items() if not set(passes).isdisjoint(x.acts_in)])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,7 +104,7 @@ def kernel_sites(n: Numerics, passes: tuple[str, ...], scale: float, softcap: fl
     if not (causal and boundaries_matter(n)):
         unused["hidden_tiles"] = "skipped"
     n = replace(n, **unused)
-    sites = _SITES_OF[passes]
+    sites = _sites_in(passes)
     codes = {name: _code(name, getattr(n, name)) for name in sites._fields}
     return sites(**codes | {"exponent": exponent_code(n, scale, softcap)} | known)
 
