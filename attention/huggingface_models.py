@@ -127,13 +127,13 @@ def check(model: Any) -> None:
     """``ValueError`` where attention code under one of our names never calls ours, or may read masks in another way."""
     import transformers
 
-    governed = [(module, config) for module, config in _governed(model) if is_ours(_name(config))]
-    traits = [traits_of(module) for module, _ in governed]
-    for (module, config), own in zip(governed, traits, strict=True):
-        if own.own:
+    governed = [(module, config, traits_of(module)) for module, config in _governed(model) if is_ours(_name(config))]
+    for module, config, traits in governed:
+        if traits.own:
             _refuse(model, module, config, _name(config))
-    for part in model.modules():
-        if isinstance(part, transformers.PreTrainedModel) and is_ours(_name(part.config)):
+    parts = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
+    for part in parts:
+        if is_ours(_name(part.config)):
             calls = [module for module in _own_modules(part) if traits_of(module).registry]
             declared = any(getattr(part, flag, False) for flag in _DECLARED)
             why = "declares support of no attention but 'eager' (_supports_sdpa and others): expected 'eager'"
@@ -144,20 +144,15 @@ def check(model: Any) -> None:
             wrong = causal and masks and all("bidirectional" in mask for mask in masks)
             why = f"makes no causal mask, but its {', '.join(causal[:1])} has is_causal = True: expected 'eager'"
             refuse(bool(wrong), f"{type(part).__name__}: it {why}")
-    if not any(own.registry for own in traits):
-        for (module, config), own in zip(governed, traits, strict=True):
-            if own.named:
+    if not any(traits.registry for *_, traits in governed):
+        for module, config, traits in governed:
+            if traits.named:
                 _refuse(model, module, config, _name(config))
-    for part in model.modules():
-        if isinstance(part, transformers.PreTrainedModel):
-            setattr(part, _CHECKED, _name(part.config))
-            watch_calls(part)
-
-
-def watch_calls(model: Any) -> None:
-    """Have each call of a model looked at, as its config can be given one of our names by hand."""
-    if _LOOK not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_LOOK, with_kwargs=True)
+    for part in parts:
+        setattr(part, _CHECKED, _name(part.config))
+        # Each call, too, is looked at, as a config can be given one of our names by hand.
+        if _LOOK not in part._forward_pre_hooks.values():
+            part.register_forward_pre_hook(_LOOK, with_kwargs=True)
 
 
 def look_at_call(model: Any, arguments: Any, settings: dict[str, Any]) -> None:
