@@ -106,7 +106,7 @@ def test_the_multiply_add_rounds_once() -> None:
 @settings(deadline=None)
 def test_sites_that_fit_act_alike_and_others_are_refused(chosen: dict[str, str], scale: float, softcap: float) -> None:
     """Refused with the site, in one line: only an L that is rounded and not there. Formed in S' only where S, m, l and L are FP32."""
-    numerics = pytest.importorskip("attention.triton.codes")
+    codes = pytest.importorskip("attention.triton.codes")
     spec = partial(AttentionSpec, preset="flash_separate_multiply", sites=tuple(f"{k}={v}" for k, v in chosen.items()))
     if chosen["saved_statistics"] == "max_and_sum" and chosen["logsumexp"] != "fp32":
         refused = "^attention numerics saved_statistics = 'max_and_sum': expected logsumexp where .*$"
@@ -115,17 +115,12 @@ def test_sites_that_fit_act_alike_and_others_are_refused(chosen: dict[str, str],
         return
     n = spec().resolve().concrete("bf16")
     rounded = {chosen[name] for name in ("scores", "statistics", "logsumexp")} != {"fp32"}
-    codes = {
-        "fma": numerics.FMA,
-        "subtract_first": numerics.SUBTRACT_FIRST,
-        "separate_multiply": numerics.SEPARATE_MULTIPLY,
-    }
     forms = {"fma": Fma, "subtract_first": SubtractFirst, "separate_multiply": SeparateMultiply}
     acts = not rounded and not softcap and scale > 0
     problem = make_problem(*torch.ones(3, 1, 1, 1, 1).bfloat16(), n.key(), scale, True, softcap)
     assert type(exponent_of(problem)) is (forms[chosen["exponent"]] if acts else SubtractFirst)
-    expected = codes[chosen["exponent"]] if acts else numerics.S_IS_SCALED
-    assert numerics.exponent_code(n, scale, softcap) == expected.value
+    expected = getattr(codes, chosen["exponent"].upper()) if acts else codes.S_IS_SCALED
+    assert codes.exponent_code(n, scale, softcap) == expected.value
 
 
 @reference

@@ -50,7 +50,7 @@ NO_ERROR, *_ = _codes(SITES["delta_error"].choices)
 ALL_ROWS, *_ = _codes(SITES["delta_error_rows"].choices)
 LOADED = tl.constexpr(len(SITES["delta"].choices))
 """delta that an earlier launch made."""
-S_IS_SCALED, FMA, SUBTRACT_FIRST, SEPARATE_MULTIPLY = _codes(("scaled", "fused", "later", "separate_multiply"))
+S_IS_SCALED, FMA, SUBTRACT_FIRST, SEPARATE_MULTIPLY = _codes(("scaled", *SITES["exponent"].choices))
 """Where the scale comes in exp(S - m): see ``exponential``."""
 
 
@@ -71,9 +71,7 @@ def stored_code(fmt: str, dtype: torch.dtype) -> int:
 
 def exponent_code(n: Numerics, scale: float, softcap: float) -> int:
     """Where the scale comes in exp(S - m), for ``exponential``; L counts in log2 but where S is S_IS_SCALED. ``n`` is concrete."""
-    if not folds(n, scale, softcap):
-        return S_IS_SCALED.value
-    return {"fma": FMA, "subtract_first": SUBTRACT_FIRST, "separate_multiply": SEPARATE_MULTIPLY}[n.exponent].value
+    return 1 + SITES["exponent"].choices.index(n.exponent) if folds(n, scale, softcap) else S_IS_SCALED.value
 
 
 def _code(name: str, value: str) -> int:
