@@ -155,10 +155,7 @@ def _sdpa(name: str) -> Backend:
 
 BACKENDS: dict[str, Backend] = {
     "standard": Backend(_standard),
-    "sdpa_flash": _sdpa("sdpa_flash"),
-    "sdpa_cudnn": _sdpa("sdpa_cudnn"),
-    "sdpa_efficient": _sdpa("sdpa_efficient"),
-    "sdpa_math": _sdpa("sdpa_math"),
+    **{name: _sdpa(name) for name in ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")},
     "flash": Backend(_flash, _flash_needs),
     "flash_reference": Backend(_flash_reference),
     "flash_hopper": Backend(_flash_hopper, _flash_hopper_needs, True, ("grouped",), ("flash", "flash_consistent")),

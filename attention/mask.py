@@ -32,13 +32,9 @@ class Mask(NamedTuple):
         """The fields that ask for something."""
         return tuple(name for name in ("keys", "ranges") if getattr(self, name) is not None)
 
-    def hides(self) -> bool:
-        """Whether there may be tokens that no query sees, of any value."""
-        return bool(self.features())
-
     def key_ranges(self, B: int, T: int, S: int, causal: bool, device: torch.device) -> "KeyRanges | None":
         """What backends read; None where ``causal`` says it all. Nothing waits for the device."""
-        if not self.hides():
+        if not self.features():
             return None
         s = torch.arange(S, device=device)
         # [B or 1, T or 1]: where the keys that a query may see begin and end, whatever its place.

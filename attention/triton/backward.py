@@ -381,8 +381,8 @@ def launch_backward(
     center = mean_key(k, n, ranges) if n.row_residual == "centered_keys" else delta
     gradients = empty_gradients(q, v)
     dq, dk, dv = _split(gradients, q, k, v)
-    by_columns = of_queries.descriptors and takes_descriptor(k, v) and not mask.hides()
-    by_rows = of_keys.descriptors and takes_descriptor(q, do) and not mask.hides()
+    by_columns = of_queries.descriptors and takes_descriptor(k, v) and ranges is None
+    by_rows = of_keys.descriptors and takes_descriptor(q, do) and ranges is None
     known = {
         "inputs": stored_code(n.inputs, q.dtype),
         "output_gradient": stored_code(n.output_gradient, do.dtype),

@@ -311,7 +311,7 @@ def launch_forward(
     # The cap and the tolerance are in units of S: divided by this they are in those of what the kernel compares.
     times = scale if in_exponent else 1.0
     ranges = mask.key_ranges(B, T, S, causal, q.device)
-    tma = blocks.descriptors and takes_descriptor(k, v) and not mask.hides()
+    tma = blocks.descriptors and takes_descriptor(k, v) and ranges is None
     # Presets that keep l sum it beside d, in an order that published runs fix.
     only_d = n.backward_probabilities == "forward" and n.probabilities == "bf16"
     mma_sums = only_d and (blocks.rows, blocks.columns, blocks.warps) == (64, 64, 4) and warpgroup_mma(q)
