@@ -72,7 +72,10 @@ def scaled_dot_product_attention(
     shapes that do not fit, forward-mode differentiation, ``torch.func`` transforms; and in their backward pass for second derivatives.
     Within ``torch.compile`` the last two are torch's own errors, with ``fullgraph=True`` all are; ``torch.jit.script`` cannot read this.
     """
-    scale, softcap = _refuse_settings(dropout_p, is_causal, scale, enable_gqa, softcap, rounding_seed)
+    _number("dropout_p", dropout_p, 0.0, 0.0, "0: it has no dropout; set that of the model's attention to 0")
+    refuse_flag("is_causal", is_causal)
+    refuse_flag("enable_gqa", enable_gqa)
+    scale, softcap = checked_numbers(scale, softcap)
     _refuse_kinds(query, key, value, attn_mask, sinks)
     causal, bottom_right, own = is_causal, False, attn_mask
     if attn_mask is not None and is_causal_bias(attn_mask):
@@ -116,8 +119,9 @@ def scaled_dot_product_attention(
     if rounding_seed is None:
         refuse(draws, "rounding_seed = None: these numerics draw at random, and need an int64 tensor")
         rounding_seed = torch.zeros((), dtype=torch.int64, device=query.device)
-    if (rounding_seed.dtype, rounding_seed.ndim, rounding_seed.device) != (torch.int64, 0, query.device):
-        refuse(True, f"rounding_seed = {rounding_seed}: expected int64 of shape [] on {query.device}")
+    seed = rounding_seed
+    if not isinstance(seed, Tensor) or (seed.dtype, seed.ndim, seed.device) != (torch.int64, 0, query.device):
+        refuse(True, f"rounding_seed = {seed!r}: expected an int64 tensor of shape [] on {query.device}")
     if empty:  # zeros, and gradients of zeros
         k, v = (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1) for x in (key, value))
         o = query @ k.mT @ v
@@ -132,7 +136,7 @@ def scaled_dot_product_attention(
             v = functional.pad(v, (0, value_width - DV))
         scale = 1 / math.sqrt(D) if scale is None else scale
         o = BACKENDS[backend].run(
-            q, k, v, sites, seed=rounding_seed, scale=scale, causal=causal, softcap=softcap, sinks=sinks, mask=mask
+            q, k, v, sites, seed=seed, scale=scale, causal=causal, softcap=softcap, sinks=sinks, mask=mask
         )
         o = _laid_out_as(query, o[..., :DV])
     if most == 4:
@@ -169,17 +173,6 @@ def spec_of(numerics: str | AttentionSpec) -> AttentionSpec:
 def stochastic(spec: AttentionSpec) -> bool:
     """Whether a call needs a ``rounding_seed``."""
     return spec.resolve().draws and BACKENDS[spec.resolved_backend].has_sites
-
-
-def _refuse_settings(
-    dropout: float, causal: bool, scale: float | None, gqa: bool, softcap: float, seed: Tensor | None
-) -> tuple[float | None, float]:
-    _number("dropout_p", dropout, 0.0, 0.0, "0: it has no dropout; set that of the model's attention to 0")
-    for name, flag in (("is_causal", causal), ("enable_gqa", gqa)):
-        refuse_flag(name, flag)
-    if seed is not None and not isinstance(seed, Tensor):
-        refuse(True, f"rounding_seed = {seed!r}: expected an int64 tensor of shape []")
-    return checked_numbers(scale, softcap)
 
 
 def refuse_flag(name: str, flag: object) -> None:
