@@ -21,7 +21,20 @@ OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
 ROW_SIGN_STREAM, ROW_CHOICE_STREAM, COLUMN_SIGN_STREAM = 3, 4, 5
 """Streams of random bits, independent of each other: the O passed on, the O inside delta and P_bar; and what ``delta_error`` draws."""
 SITE_STREAMS = 2**16
-"""Number of streams of random bits for each site with a stochastic cast: a site's begin at this times 1 + its number."""
+"""Number of streams of random bits for each site with a stochastic cast: a site's begin at this times its number."""
+NUMBERS_OF_SITES = {
+    "queries_and_keys": 3,
+    "values": 4,
+    "values_in_dp": 5,
+    "probabilities": 11,
+    "probabilities_in_dv": 13,
+    "output_gradient": 22,
+    "output_gradient_in_dv": 23,
+    "delta_output": 25,
+    "probability_gradients": 32,
+    "score_gradients": 33,
+}
+"""Each site that may be in a stochastic format below BF16. Numbers stay, as runs replay by them: a new site takes a new one."""
 
 FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -11,9 +11,10 @@ from test_sites import CPU, moved, paired, results
 
 from attention import AttentionSpec
 from attention.low_formats import cast, round_low
-from attention.numerics import OF_TILES, SITES
+from attention.numerics import OF_TILES, SITES, Numerics
 from attention.reference.flash import row_residuals
-from attention.rounding import random_bits
+from attention.reference.tiles import Sites
+from attention.rounding import NUMBERS_OF_SITES, random_bits
 
 BF16_VALUES = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
 OPERANDS = [name for name, declared in SITES.items() if "e4m3" in declared.choices]
@@ -84,6 +85,33 @@ def test_an_operand_below_bf16_moves_what_the_site_reaches(site: str, fmt: str) 
     assert moved(found, plain) == ROWS[site][0].moves
     assert moved(found, again) == ""
     assert bool(moved(found, other)) == fmt.endswith("stochastic")
+
+
+DRAWN = {
+    "queries_and_keys": "1011000000100111",
+    "values": "0110101110101010",
+    "values_in_dp": "0110100101100101",
+    "probabilities": "0101011010010100",
+    "probabilities_in_dv": "0110111101001011",
+    "output_gradient": "1111011001110000",
+    "output_gradient_in_dv": "1000100001111011",
+    "delta_output": "0001111111001000",
+    "probability_gradients": "0110011100111010",
+    "score_gradients": "0110110011001111",
+}
+
+
+@pytest.mark.parametrize("site", DRAWN)
+def test_a_site_draws_the_bits_that_it_has_always_drawn(site: str) -> None:
+    """Where a number is half way between two of E2M1. Runs of other commits replay by them."""
+    sites = Sites(Numerics(**{site: "e2m1_stochastic"}), torch.float32, torch.tensor(5))
+    rounded = getattr(sites, site)(torch.full((1, 1, 4, 4), 0.25))
+    assert "".join(str(int(up)) for up in (rounded > 0).flatten()) == DRAWN[site]
+
+
+def test_each_stochastic_site_has_a_number_of_its_own() -> None:
+    assert sorted(NUMBERS_OF_SITES) == sorted(OPERANDS), "give the site a new number in attention/rounding.py"
+    assert len(set(NUMBERS_OF_SITES.values())) == len(NUMBERS_OF_SITES)
 
 
 @pytest.mark.parametrize("site", [*OF_TILES, "output_gradient_in_dv"])

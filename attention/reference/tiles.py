@@ -16,6 +16,7 @@ from ..mask import NO_MASK, KeyRanges, Mask
 from ..numerics import LOW_FORMATS, OF_TILES, SITES, Numerics, numerics_from_key
 from ..rounding import (
     FORMAT_OF,
+    NUMBERS_OF_SITES,
     PROBABILITIES_STREAM,
     SITE_STREAMS,
     random_bits,
@@ -51,7 +52,7 @@ class Sites:
     def _bits(self, site: str, x: Tensor) -> Tensor:
         if self.seed is None:
             raise ValueError(f"{site} is rounded stochastically, which needs a seed")
-        stream = SITE_STREAMS * (1 + list(SITES).index(site)) + self.calls[site]
+        stream = SITE_STREAMS * NUMBERS_OF_SITES[site] + self.calls[site]
         self.calls[site] += 1
         return random_bits(self.seed, stream, x.shape)
 
