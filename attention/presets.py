@@ -36,7 +36,8 @@ class Preset:
 
 
 def _flash(doc: str, sites: Callable[[Numerics], Sites] | None = None, **fixed: Any) -> Preset:
-    return Preset("flash", doc, sites or fixed)
+    """``fixed`` goes over what ``sites`` makes of the base."""
+    return Preset("flash", doc, (lambda base: {**sites(base), **fixed}) if sites else fixed)
 
 
 def _sdpa(name: str, doc: str, exponent: str) -> Preset:
@@ -178,7 +179,7 @@ PRESETS: dict[str, Preset] = {
     "flash_consistent": _flash("the fix: the backward pass uses the forward pass's own P and O", _consistent),
     "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),
     "flash_stochastic_p": _flash("P_bar without bias", _stochastic_p),
-    "flash_stochastic_p_o": _flash("both", lambda base: {**_stochastic_p(base), **_STOCHASTIC_O}),
+    "flash_stochastic_p_o": _flash("both", _stochastic_p, **_STOCHASTIC_O),
     "flash_o_stochastic_delta_nearest": _flash(
         "independently rounded O in delta, to nearest", lambda base: {**_STOCHASTIC_O, "delta_output": base.output}
     ),

@@ -21,6 +21,11 @@ def test_single_sites_override_the_preset() -> None:
     assert (numerics.row_max, numerics.row_max_beta, numerics.tile_q) == ("stabilized", 8.0, 64)
 
 
+def test_a_preset_of_what_a_base_gets_and_of_fixed_sites_has_both() -> None:
+    numerics = AttentionSpec(preset="flash_stochastic_p_o", numerics="fp32").resolve()
+    assert (numerics.probabilities, numerics.output_rounding) == ("input", "stochastic")
+
+
 @pytest.mark.parametrize(
     ("spec", "nothing"),
     [
