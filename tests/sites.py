@@ -197,6 +197,11 @@ TOGETHER = [
     # Tiles larger than a block, which a sum that is rounded once a tile needs, have a code of their own.
     *(Meeting(f"accumulator=m16 {name}=m3 tile_k=48") for name in FORWARD_FORMATS if name != "accumulator"),
     Meeting("accumulator=m3 tile_k=48"),
+    # Where keys have a part in common, m moves from tile to tile, and in many rows it is below 0, where a hidden tile moves it, too.
+    Meeting("divisor=rounded statistics=m4 tile_product=m6 accumulator=m4 tile_k=48", COMMON),
+    Meeting(
+        "divisor=rounded hidden_tiles=visited row_max=stabilized statistics=m3 accumulator=m3 delta_output=fp32", COMMON
+    ),
     # dS is formed in more than one place: for its products, for delta from P, for its row sums.
     *(
         Meeting(f"{name}=m3 delta_output=m3 {beside}")
