@@ -50,8 +50,8 @@ class Backend:
     needs: Callable[[Call], str | None] = lambda call: None
     has_sites: bool = True
     """False: it rounds as its kernel does, whatever ``Numerics`` says."""
-    features: tuple[str, ...] = tuple(FEATURES)
-    """The ``numerics.FEATURES`` that it has."""
+    features: tuple[str, ...] = ()
+    """The ``numerics.FEATURES`` that it has; it is asked for no others."""
     presets: tuple[str, ...] = ()
     """Where not empty, it has the sites of these presets on base ``hardware`` and no others; empty: the sites that declare it."""
 
@@ -153,12 +153,17 @@ def _sdpa(name: str) -> Backend:
     return Backend(run, needs, has_sites=False, features=() if name == "sdpa_efficient" else ("grouped",))
 
 
+# By name: a new feature is no backend's until it has it.
+_FEATURES = ("softcap", "grouped", "keys", "ranges", "value_dim", "sinks")
+
 BACKENDS: dict[str, Backend] = {
-    "standard": Backend(_standard),
+    "standard": Backend(_standard, features=_FEATURES),
     **{name: _sdpa(name) for name in ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math")},
-    "flash": Backend(_flash, _flash_needs),
-    "flash_reference": Backend(_flash_reference),
-    "flash_hopper": Backend(_flash_hopper, _flash_hopper_needs, True, ("grouped",), ("flash", "flash_consistent")),
+    "flash": Backend(_flash, _flash_needs, features=_FEATURES),
+    "flash_reference": Backend(_flash_reference, features=_FEATURES),
+    "flash_hopper": Backend(
+        _flash_hopper, _flash_hopper_needs, features=("grouped",), presets=("flash", "flash_consistent")
+    ),
     EXTERNAL: Backend(_external, has_sites=False, features=("grouped",)),
 }
 

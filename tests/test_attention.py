@@ -13,7 +13,9 @@ from attention_cases import CASES, assert_as_exact, magnitudes, make, oracle, ru
 
 import attention
 from attention import AttentionConfig, AttentionRule, AttentionSpec
+from attention.backends import BACKENDS, Backend, lacking
 from attention.mask import NO_MASK
+from attention.numerics import FEATURES
 from attention.presets import PRESETS
 from errors import UserError
 
@@ -162,6 +164,11 @@ def test_operators_pass_torchs_own_checks(preset: str) -> None:
     q, k, v = (x.clone().requires_grad_() for x in (p.q, p.k, p.v))
     op = standard._forward if preset == "standard" else flash._forward
     torch.library.opcheck(op, (q, k, v, torch.tensor(0), key, 0.5, True, 0.0, None, *NO_MASK))
+
+
+def test_a_backend_has_no_feature_that_it_does_not_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "new", Backend(lambda *_, **__: None))
+    assert [lacking("new", [feature]) for feature in FEATURES] == [f"it has no {words}" for words in FEATURES.values()]
 
 
 DRAWN_P = ("probabilities_rounding=stochastic",)
