@@ -63,11 +63,12 @@ class AttentionSpec:
             raise invalid("attention numerics", self.numerics, BASES)
         if self.backend and self.backend not in BACKENDS:
             raise invalid("attention backend", self.backend, BACKENDS)
+        if self.backend not in ("", self.preset) and not BACKENDS[self.backend].has_sites:
+            by = "empty: its roundings are its own, so it is chosen by a preset of its name"
+            raise invalid("attention backend", self.backend, by)
         if not BACKENDS[self.resolved_backend].has_sites and (self.numerics != "hardware" or self.sites):
             chosen = " ".join((self.numerics, *self.sites))
             raise invalid(f"attention numerics of {self.preset}", chosen, "hardware, no sites: it rounds as its kernel")
-        if not BACKENDS[self.resolved_backend].has_sites and self.backend and self.backend != self.preset:
-            raise invalid("attention backend", self.backend, f"empty: {self.preset} names roundings no kernel has")
         self.resolve()
 
     @property

@@ -77,6 +77,10 @@ DRAWN = "_rounding=stochastic"
             lambda: AttentionSpec(preset="sdpa_flash", sites=("tile_q=16",)),
             "attention numerics of sdpa_flash = 'hardware t",
         ),
+        (
+            lambda: AttentionSpec(numerics="microcosm", backend="sdpa_math"),
+            "attention backend = 'sdpa_math': expected empty: its roundings are its own, so it is chosen by a preset of its name",
+        ),
         (lambda: Numerics(row_max_beta=1.0), "attention numerics row_max_beta = 1.0"),
         (lambda: Numerics(row_sum_floor=2.0), "attention numerics row_sum_floor = 2.0"),
         (lambda: Numerics(tile_k=16.5), "attention numerics tile_k = 16.5"),
