@@ -32,8 +32,8 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def test_the_lists_are_those_that_the_declarations_make() -> None:
-    """``python -m attention.readme`` writes them."""
-    assert written(ATTENTION.read_text()) == ATTENTION.read_text()
+    as_made = written(ATTENTION.read_text()) == ATTENTION.read_text()
+    assert as_made, "run python -m attention.readme"
 
 
 def test_python_examples_of_attention_run() -> None:
