@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import attention
 import config
+from attention.numerics import SITES
 from attention.readme import written
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,13 @@ def blocks(document: Path, language: str) -> list[str]:
 def test_the_lists_are_those_that_the_declarations_make() -> None:
     as_made = written(ATTENTION.read_text()) == ATTENTION.read_text()
     assert as_made, "run python -m attention.readme"
+
+
+def test_each_format_stands_in_the_equations() -> None:
+    """Choices and numbers need not: the list of sites says what they are."""
+    equations = set(re.findall(r"\w+", ATTENTION.read_text().partition("## Equations")[2].replace(r"\_", "_")))
+    absent = {name for name, declared in SITES.items() if declared.is_format} - equations
+    assert not absent, f"put the site into an equation of attention/README.md: {absent}"
 
 
 def test_python_examples_of_attention_run() -> None:
