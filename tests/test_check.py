@@ -155,6 +155,33 @@ def adds_the_lowest_number(
     return s.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
 
 
+def gets_its_mask(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
+        return torchs(query, key, value, change(attn_mask, key), is_causal=is_causal, scale=scale)
+
+    return call
+
+
+@gets_its_mask
+def reads_float32_as_16_bits(mask: Tensor, key: Tensor) -> Tensor:
+    """As cuDNN did."""
+    return mask.view(key.dtype)[..., : key.shape[2]] if mask.dtype == torch.float32 else mask
+
+
+@gets_its_mask
+def refuses_float32(mask: Tensor, key: Tensor) -> Tensor:
+    """As torch's memory-efficient kernel does."""
+    if mask.dtype == torch.float32:
+        raise RuntimeError("invalid dtype for bias")
+    return mask
+
+
+@gets_its_mask
+def doubles_dk_beside_bf16(mask: Tensor, key: Tensor) -> Tensor:
+    key.register_hook(lambda dk: dk * (1 + (mask.dtype == torch.bfloat16)))
+    return mask
+
+
 def with_keys_of_zeros(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return plain(q, *(nn.functional.pad(x, (0, 0, 0, -x.shape[2] % TILE)) for x in (k, v)), causal, scale)
 
@@ -338,6 +365,9 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (nan_where_dv_is_0, "mask_edges", "wrong", "mask: "),
     (adds_to_what_is_hidden, "mask_edges", "wrong", "mask: "),
     (adds_to_what_is_hidden, "padding", "wrong", "mask: "),
+    (refuses_float32, "float_mask", "unverified", "an additive mask in float32: RuntimeError: invalid dtype for bias"),
+    (doubles_dk_beside_bf16, "float_mask", "wrong", "float mask: an additive mask in bfloat16 gives another dk"),
+    (tiled(), "float_mask", "unverified", "it has no argument attn_mask"),
     (tiled("mask of the partial tile off by one"), "odd_length", "wrong", "O or dV reads what is masked"),
     (with_keys_of_zeros, "full", "wrong", ""),
     (blind_tail, "padding", "wrong", "mask: "),
@@ -401,6 +431,20 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
     assert case.verdict == verdict, case
     assert reason in case.reason
     assert ("rounded to one side" in case.reason) == (reason == "rounded to one side")
+
+
+@pytest.mark.parametrize("T", [32, 100, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_kernel_that_reads_a_float32_mask_as_16_bits_is_wrong(dtype: str, T: int) -> None:
+    shape = replace(SMALL, T=T)
+    report = check_attention(reads_float32_as_16_bits, device="cpu", dtype=dtype, shape=shape, classes="float_mask")
+    assert report.cases[0].reason == "float mask: an additive mask in float32 gives another O"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("kernel", ["flash", "flash_consistent", "standard", "plain", "torch:flash", "torch:math"])
+def test_an_additive_mask_is_that_of_its_booleans(kernel: str, dtype: str) -> None:
+    assert_safe(kernel, device="cpu", dtype=dtype, shape=SMALL, classes="float_mask")
 
 
 @pytest.mark.parametrize(
@@ -487,7 +531,10 @@ def test_a_kernel_that_takes_its_row_sums_out_of_dq_cannot_hide_its_delta() -> N
 
 def test_a_kernel_without_an_argument_for_masks_is_told_so_and_can_be_safe() -> None:
     report = check_attention(tiled(), device="cpu", shape=SMALL)
-    assert (report.verdict, [*report.not_tried]) == ("safe", ["padding", "window", *PACKAGED, "low_masked", "no_keys"])
+    assert (report.verdict, [*report.not_tried]) == (
+        "safe",
+        ["padding", "window", *PACKAGED, "low_masked", "float_mask", "no_keys"],
+    )
     assert check_attention(tiled(), device="cpu", shape=SMALL, classes="window").verdict == "unverified"
 
 

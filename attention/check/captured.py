@@ -32,10 +32,19 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class Mask(NamedTuple):
-    """``visible``: bool [B, 1, T, T], what causal attention hides included; ``window``: keys that a query sees, itself among them, or 0."""
+    """``visible``: bool [B, 1, T, T], what causal attention hides included; ``window``: keys that a query sees, itself among them, or 0;
+    ``dtype``: that in which a kernel gets it.
+    """
 
     visible: Tensor
     window: int = 0
+    dtype: torch.dtype = torch.bool
+
+    def given(self) -> Tensor:
+        """As torch's ``attn_mask``: bool, or in a floating dtype 0 where a key is seen and -inf elsewhere."""
+        if self.dtype == torch.bool:
+            return self.visible
+        return torch.zeros_like(self.visible, dtype=self.dtype).masked_fill(~self.visible, -math.inf)
 
 
 @dataclass(frozen=True)

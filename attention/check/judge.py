@@ -72,6 +72,12 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
         return WRONG, "mask: " + ", ".join(leaks)
     if name == "mask_edges":
         return SAFE, ""
+    if name == "float_mask":
+        for given in dict.fromkeys(measure.partition("_off_")[0] for measure in found):
+            if beyond := [x for x in _NAMES if not found[f"{given}_off_{x}"] <= WELL_CONDITIONED]:
+                what = "O" if beyond[0] == "o" else ", ".join(beyond)
+                return WRONG, f"float mask: an additive mask in {given} gives another {what}"
+        return SAFE, ""
     if name == "last_key":
         return (WRONG, "last key: it is lost in an odd length") if not found["missed"] < SIZE_WRONG else (SAFE, "")
     if name == "no_keys":

@@ -182,7 +182,7 @@ def _as_torchs(function: Callable[..., Any], arguments: Container[str] = ("enabl
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
         more: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] and "enable_gqa" in arguments else {}
         if mask is not None:
-            more["attn_mask"] = mask.visible
+            more["attn_mask"] = mask.given()
         return _first(function(q, k, v, is_causal=causal, scale=scale, **more))
 
     return call
@@ -220,19 +220,19 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _plain() -> Call:
     """Plain attention as autograd differentiates it: S and P in the dtype of q, softmax in FP32. On a GPU compiled."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, visible: Tensor | None) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         s = (q @ k.mT).float() * scale
         if causal:
-            visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
-        if visible is not None:
-            s = s.masked_fill(~visible, -math.inf)
+            mask = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        if mask is not None:
+            s = s.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else s + mask
         return s.softmax(-1).to(v.dtype) @ v
 
     compiled = _compiled(attention)
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
-        return (compiled if q.is_cuda else attention)(q, k, v, causal, scale, None if mask is None else mask.visible)
+        return (compiled if q.is_cuda else attention)(q, k, v, causal, scale, None if mask is None else mask.given())
 
     return call
 
@@ -249,6 +249,8 @@ def _flex() -> Call:
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
         blocks = causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
         if mask is not None:
+            if mask.dtype != torch.bool:
+                raise NotImplementedError("it takes no additive mask")
             B, _, T, S = mask.visible.shape
             visible = mask.visible
             blocks = create_block_mask(lambda b, h, i, j: visible[b, 0, i, j], B, None, T, S, device=q.device)
@@ -268,7 +270,9 @@ def _flash_attn(module: str, **settings: Any) -> Call:
         if mask is None:
             return _first(function(q, k, v, softmax_scale=scale, causal=causal, **settings)).transpose(1, 2)
         if not mask.window:
-            raise NotImplementedError("padding: not tried here, as these packages take packed sequences in its place")
+            raise NotImplementedError(
+                "not a window: not tried here, as these packages take packed sequences for padding"
+            )
         near = {"causal": True, "window_size": (mask.window - 1, 0)}
         return _first(function(q, k, v, softmax_scale=scale, **near, **settings)).transpose(1, 2)
 

@@ -33,7 +33,7 @@ class WrongError(Exception):
 
 
 class RaisedError(Exception):
-    """A kernel raises in one of the calls of ``repeatability``; in a reason's words, which say where."""
+    """A kernel raises in one of several calls of a class; in a reason's words, which say where."""
 
 
 def _attend(call: Call, p: Inputs, wanted: str = "qkv") -> Results:
@@ -293,6 +293,25 @@ def mask_edges(call: Call, shape: Shape, dtype: torch.dtype, device: torch.devic
     return {"first_row": ((o[:, :, 0] - v).abs().amax() / v.abs().amax()).item(), **leaks(call, p)}
 
 
+def float_mask(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """``float32_off_X``, ``bfloat16_off_X``: how far X of a causal mask of 0 and -inf in float32, and in the dtype of q, is from that of
+    the same mask as booleans. In the worst row, over the latter's own error, which counts as 2^-7 of its size at least, that of right
+    kernels in BF16: a kernel may round otherwise for such a mask.
+    """
+    p = make("gaussian", shape, dtype, device)
+    mask = Mask(p.visible().repeat(shape.B, 1, 1, 1))
+    p = replace(p, causal=False, mask=mask)
+    booleans, (expected, sizes, _) = run(call, p), exact(p)
+    measured = {}
+    for given in (torch.float32, dtype):
+        name = str(given).removeprefix("torch.")
+        with _saying(f"an additive mask in {name}"):
+            found = run(call, replace(p, mask=mask._replace(dtype=given)))
+        for x, a, b, e, size in zip(NAMES, found, booleans, expected, sizes, strict=True):
+            measured[f"{name}_off_{x}"] = _worst_row(a, b, size) / max(2.0**-7, _worst_row(b, e, size))
+    return measured
+
+
 def leaks(call: Call, p: Inputs) -> dict[str, float]:
     """What passes a mask's edges; 0 to the bit for a right kernel.
 
@@ -440,7 +459,7 @@ def _saying(where: str) -> Iterator[None]:
     except WrongError:
         raise
     except (Exception, SystemExit) as error:  # whatever a foreign kernel raises
-        raise RaisedError(f"{REPEATED[where]}: {told(error)}") from None
+        raise RaisedError(f"{REPEATED.get(where, where)}: {told(error)}") from None
 
 
 def _packed(call: Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
@@ -484,6 +503,10 @@ OWN: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
         one_hot_limit,
     ),
     "mask_edges": ("nothing passes the causal mask, forward or backward: hidden keys have large logits", mask_edges),
+    "float_mask": (
+        "a mask of 0 and -inf, in float32 and in q's dtype, is that of booleans: cuDNN read float32 as 16 bits (pytorch 191612)",
+        float_mask,
+    ),
     "last_key": ("the last key of a length that no tile divides counts", last_key),
     "no_keys": (
         "padding on the left: its rows see no key, which must not reach the other rows, nor any gradient",

@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTHS = {"cuda": 1024, "cpu": 256}
 """What T is unless it is given."""
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
-MASKED = (*(name for name, chosen in CLASSES.items() if chosen.mask), "no_keys")
+MASKED = (*(name for name, chosen in CLASSES.items() if chosen.mask), "float_mask", "no_keys")
 OF_CAUSAL = (*(name for name, chosen in CLASSES.items() if chosen.packaged), "mask_edges")
 NOT_CAUSAL = (*MASKED, *(name for name, chosen in CLASSES.items() if not chosen.causal))
 DECISIVE = {"common_part", "shared_direction", "peaked_1000"}
