@@ -918,6 +918,11 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
     assert rows == pytest.approx(float(told[1]), rel=0.05)  # one pass; the report has the mean of eight
 
 
+def test_a_class_of_masks_is_told_without_causal_which_it_does_not_take() -> None:
+    report = check_attention(no_keys(0, math.nan), device="cpu", shape=SMALL, causal=False, classes="no_keys")
+    assert "measures.no_keys(kernel, shape, dtype, device)" in report.text()
+
+
 def test_a_function_of_a_script_keeps_its_module_and_no_command_is_told_that_would_test_another() -> None:
     def flash(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
         return plain(q, k.detach(), *rest)

@@ -152,7 +152,7 @@ class Report:
         )
         sizes += " --no-causal" * (not self.causal)
         command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
-        more = ", causal=False" * (not self.causal)
+        more = ", causal=False" * (not self.causal and case.name not in MASKED)
         given = f'"{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
         how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), "
         how += f"dQ over multiples of dO: {__package__}.measures.row_sums"
