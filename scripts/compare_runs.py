@@ -59,7 +59,7 @@ LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
 WHERE = ("device", "git_commit", "init_sha256", "kernels", "source_sha256", "versions")
 ENVIRONMENT = ("device.", "git_commit", "kernels.", "source_sha256", "versions.")
 SITES_TOLD = 12
-UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "data.verify", "checkpoint.", "wandb.")
+UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "checkpoint.", "wandb.")
 
 
 @dataclass(frozen=True)
@@ -426,7 +426,10 @@ def data_sentence(runs: Sequence[Run]) -> str:
     reach = f"through step {min(through)}" + ", where the shortest ends" * (len(set(through)) > 1)
     recordings = {run.batches.get("recording") for run in runs}
     source = f" (recording {recordings.pop()})" if len(recordings) == 1 and all(recordings) else ""
-    return f"Data: identical: all {len(runs)} runs saw the same batches in the same order {reach}{source}."
+    # Without that a digest stands for the SHA-256 in the data set's header, not for the bytes.
+    unread = [run.name for run in runs if flat(run.config["config"]).get("data.verify") == "size"]
+    but = f"; the bytes of {', '.join(unread)} were not verified (data.verify size)" if unread else ""
+    return f"Data: identical: all {len(runs)} runs saw the same batches in the same order {reach}{source}{but}."
 
 
 def validation_sentence(runs: Sequence[Run]) -> list[str]:

@@ -180,6 +180,19 @@ def test_a_sentence_on_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert [x for x in told(capsys, *runs).splitlines() if x.startswith("Data:")] == [f"Data: {sentence}"]
 
 
+def test_the_sentence_on_data_names_runs_whose_bytes_nobody_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_run(tmp_path / name, [2.0] * 6, digests="d") for name in "ab"]
+    for run, verify in zip(runs, ("sha256", "size"), strict=True):
+        content = json.loads((run / "config.json").read_text())
+        content["config"]["data"] = {"verify": verify}
+        (run / "config.json").write_text(json.dumps(content))
+    shown = told(capsys, *runs)
+    assert "(recording night); the bytes of b were not verified (data.verify size).\n" in shown
+    assert "; data.verify: 'sha256' -> 'size'." in shown
+
+
 # ---- rows of runs as train.py leaves them, and of ones that are kept as CSV
 
 
