@@ -122,14 +122,17 @@ def test_a_branch_that_ended_where_it_began_goes_on(place: Place) -> None:
     assert left(run)["model.safetensors"] == left(place.runs / "long")["model.safetensors"]
 
 
-@pytest.mark.parametrize("found", ["thesis.tex", "wandb/x"])
-def test_auto_leaves_alone_what_no_run_has_made(place: Place, found: str) -> None:
-    name = f"not_a_run_{found[:5]}"
+@pytest.mark.parametrize("resume", [AUTO, RESUME], ids=["auto", "yes"])
+@pytest.mark.parametrize("found", ["thesis.tex", "wandb/x", ""])
+def test_a_resume_leaves_alone_what_no_run_has_made(place: Place, found: str, resume: dict[str, str]) -> None:
+    name = f"not_a_run_{found[:5]}_{resume['run.resume']}"
     there = place.runs / name / found
-    there.parent.mkdir(parents=True)
+    there.parent.mkdir(parents=True, exist_ok=True)
     there.write_text("so far")
-    with pytest.raises(UserError, match=rf"^run\.name = '{name}': expected a new name, or a run's: .* in it"):
-        place.train(name, AUTO)
+    with pytest.raises(
+        UserError, match=rf"^run\.name = '{name}': expected a new name, or a run's: .* (in it|is a file)$"
+    ):
+        place.train(name, resume)
     assert there.read_text() == "so far"
 
 

@@ -137,6 +137,8 @@ def check_restart(folder: Path, checkpoints: Path, now: TrainConfig, began: dict
     """
     content = _read_record(folder)
     if not content:
+        if not free(folder):
+            raise _no_run(folder, _foreign(folder) if folder.is_dir() else [])
         again = f"remove {folder} and start the run again" if folder.exists() else "start the run again"
         raise invalid("run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {again}")
     check_settings(str(folder / "config.json"), content["config"], now, branch=False)
@@ -228,12 +230,12 @@ def exists(folder: Path, is_main: bool) -> bool:
 
 def _removed_as_half_made(folder: Path) -> bool:
     if not folder.is_dir():
-        raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is a file")
+        raise _no_run(folder, [])
     foreign = _foreign(folder)  # before the look for a run, which another start may just be writing
     if begun(folder):
         return False
     if foreign:
-        raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is none, with {foreign[0]} in it")
+        raise _no_run(folder, foreign)
     # The folder stays: another start may just have made it. Where one has the lock this one is refused.
     if any(folder.iterdir()):
         with lock(folder):
@@ -241,6 +243,12 @@ def _removed_as_half_made(folder: Path) -> bool:
                 return False
             clear_folder(folder)
     return True
+
+
+def _no_run(folder: Path, foreign: list[str]) -> UserError:
+    """The error for what no start has made in a run's place; nobody is told to remove it."""
+    what = f"none, with {foreign[0]} in it" if foreign else "a file"
+    return invalid("run.name", folder.name, f"a new name, or a run's: {folder} is {what}")
 
 
 def begun(folder: Path) -> bool:
