@@ -22,7 +22,6 @@ skipped (float16 overflow, policy skip) do not count, if the run went on.
 
 import argparse
 import contextlib
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -377,25 +376,43 @@ def where_bits_part(first: Run, run: Run) -> str:
 def where_checkpoints_part(first: Run, run: Run) -> str:
     """The first tensor that differs in the first checkpoints that do, of those that both runs still have; "" where they have none.
 
-    Raises ``UserError`` for a checkpoint that is damaged or cannot be read.
+    One that is damaged or cannot be read ends the comparison, which says so.
     """
-    old, new = (found_in(one.folder / "checkpoints") for one in (first, run))
-    common = sorted(old.keys() & new.keys())
-    for step, name in itertools.product(common, (MODEL_FILE, OPTIMIZER_FILE)):
-        with reading(f"{name} of checkpoints {old[step]} and {new[step]}"), contextlib.ExitStack() as opened:
-            sums = [written_sums(one[step])[name] for one in (old, new)]
+    same = []
+    try:
+        old, new = (found_in(one.folder / "checkpoints") for one in (first, run))
+        common = sorted(old.keys() & new.keys())
+        for step in common:
+            try:
+                what = odd_tensors(old[step], new[step])
+            except UserError:
+                if old[step].exists() and new[step].exists():
+                    raise
+                continue  # a living run has pruned it
+            if what:
+                return f"; checkpoints differ, of {len(common)} that both kept first that of step {step}, in {what}"
+            same.append(str(step))
+    except UserError as error:
+        return f"; checkpoints not compared: {error}"
+    return f"; the same weights and moments in checkpoints of step {', '.join(same)}" if same else ""
+
+
+def odd_tensors(old: Path, new: Path) -> str:
+    """How many tensors of two checkpoints differ, and the first; "" where none does. Raises ``UserError`` for one that is damaged."""
+    for name in (MODEL_FILE, OPTIMIZER_FILE):
+        with reading(f"{name} of checkpoints {old} and {new}"), contextlib.ExitStack() as opened:
+            sums = [written_sums(one)[name] for one in (old, new)]
             for one, written in zip((old, new), sums, strict=True):
-                if files.sha256_file(one[step] / name) != written:
-                    raise UserError(f"checkpoint {one[step]} is damaged (the SHA-256 of {name} differs)")
+                if files.sha256_file(one / name) != written:
+                    raise UserError(f"checkpoint {one} is damaged (the SHA-256 of {name} differs)")
             if sums[0] == sums[1]:
                 continue
-            a, b = (opened.enter_context(safe_open(one[step] / name, "pt")) for one in (old, new))
+            a, b = (opened.enter_context(safe_open(one / name, "pt")) for one in (old, new))
             names, both = sorted({*a.keys(), *b.keys()}), {*a.keys()} & {*b.keys()}
             odd = [one for one in names if one not in both or not same_bytes(a.get_tensor(one), b.get_tensor(one))]
             if odd:
-                what = f"{len(odd)} of {len(names)} tensors of {name}, first {odd[0]}"
-                return f"; checkpoints differ, of {len(common)} that both kept first that of step {step}, in {what}"
-    return f"; the same weights and moments in checkpoints of step {', '.join(map(str, common))}" if common else ""
+                return f"{len(odd)} of {len(names)} tensors of {name}, first {odd[0]}"
+    return ""
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

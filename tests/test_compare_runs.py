@@ -242,13 +242,29 @@ def test_the_first_difference_is_named(place: Place, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
-def test_a_damaged_checkpoint_is_not_called_the_same(
-    place: Place, tmp_path: Path, file: str, refused: Callable[..., str]
+def test_a_damaged_checkpoint_is_named_and_others_are_compared(
+    place: Place, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    whole = shutil.copytree(place.runs / "one", tmp_path / "whole")
     damaged = shutil.copytree(place.runs / "one", tmp_path / "other") / "checkpoints/step_00000020"
     flip_a_byte(damaged / file)
-    said = f"checkpoint {damaged} is damaged (the SHA-256 of {file} differs)"
-    assert said in refused(compare_runs.main, place.runs / "one", tmp_path / "other", "--out", "none")
+    shown = told(capsys, place.runs / "one", tmp_path / "other", whole)
+    assert f"; checkpoints not compared: checkpoint {damaged} is damaged (the SHA-256 of {file} differs); no" in shown
+    assert "; the same weights and moments in checkpoints of step 10, 20; no setting" in shown
+
+
+def test_a_checkpoint_that_goes_while_it_is_compared_is_passed_over(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, lives = place.runs / "one", shutil.copytree(place.runs / "one", tmp_path / "lives")
+    read = compare_runs.written_sums
+
+    def prunes_and_reads(path: Path) -> dict[str, str]:
+        shutil.rmtree(lives / "checkpoints/step_00000010", ignore_errors=True)
+        return read(path)
+
+    monkeypatch.setattr(compare_runs, "written_sums", prunes_and_reads)
+    assert "; the same weights and moments in checkpoints of step 20; no setting" in told(capsys, one, lives)
 
 
 @pytest.mark.parametrize(
