@@ -177,6 +177,16 @@ def test_a_changed_log_is_told_and_changes_no_weight(
     assert [f"{told}; " for told in session["logs_changed"]] == [f"{name}.jsonl: {told.format(at=at)}"]
 
 
+def test_a_lost_record_is_told_and_on_record(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    run = place.train("lost", {"run.steps": 10})
+    (run / "config.json").unlink()
+    place.train("lost", RESUME)
+    said = f"gone, and with it what it said of the sessions before {run}/checkpoints/step_00000010"
+    assert capsys.readouterr().err.count(f"warning: {run}/config.json: {said}; ") == 1
+    (session,) = json.loads((run / "config.json").read_text())["sessions"]
+    assert session["logs_changed"] == [f"config.json: {said}"]
+
+
 def test_a_resume_says_what_it_was_given_otherwise(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where that may differ: a forgotten option can end a run early, or delete its checkpoints."""
     place.train("forgotten", {"run.steps": 10, "checkpoint.keep_last": 9})

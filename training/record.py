@@ -191,6 +191,10 @@ def logs_before(folder: Path, loaded: Loaded) -> tuple[dict[str, bytes], list[st
             what = f"{gone} lines from before {then} are gone, the first" if gone > 0 else f"changed since {then}"
             print(f"warning: {folder / name}: {what}: line {first}; the weights do not depend on it", file=sys.stderr)
             odd.append(f"{name}: {what}: line {first}")
+    if not (folder / "config.json").is_file():
+        what = f"gone, and with it what it said of the sessions before {loaded.path}"
+        print(f"warning: {folder / 'config.json'}: {what}; a new one is written", file=sys.stderr)
+        odd.append(f"config.json: {what}")
     return contents, odd
 
 
