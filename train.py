@@ -63,15 +63,16 @@ def train(config: TrainConfig, *, leaving: bool = False) -> None:
     """Run ``config`` to its last step. Raises ``UserError`` for what the user can correct. ``leaving``: the process ends with it."""
     distributed.set_deterministic(config.precision.deterministic)
     distributed.set_tf32(False)
+    step = None
     with PreemptionHandler(starting=True, leaving=leaving) as preemption:
         try:
-            outcome.forget(config.run)
+            step = outcome.forget(config.run)
             dist = distributed.start(config.run.device, config.run.timeout)
             build_and_loop(config, dist, preemption)
             distributed.barrier()
         except BaseException as error:
             if preemption.starting:
-                outcome.write_of_start(config.run, error)
+                outcome.write_of_start(config.run, error, step)
             distributed.exit_where_device_is_lost()
             # Its frames hold the model, and buffers that other processes reach must be gone before the process group.
             traceback.clear_frames(error.__traceback__)

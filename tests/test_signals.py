@@ -97,6 +97,14 @@ def test_a_mistake_at_the_first_start_is_said_where_a_scheduler_looks_and_nowher
     assert (place.runs / "mistaken/exit.json").read_text() == finished
 
 
+def test_a_resume_that_is_refused_keeps_the_step(place: Place) -> None:
+    run = place.train("refused", {"run.steps": 5})
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^optim\.lr = 0\.5"):
+            place.train("refused", {"run.resume": "yes", "optim.lr": 0.5})
+        assert (outcome_of(run)["code"], outcome_of(run)["step"]) == (2, 5)
+
+
 def run_alone(script: str) -> subprocess.CompletedProcess[str]:
     # SIGINT is ignored in what a shell starts with &.
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from errors import BusyError, UserError, first_line
-from files import write_json
+from files import read_json, write_json
 from training import distributed, record
 from training.checkpoint import found_in
 from training.record import EXIT_FILE
@@ -34,21 +34,27 @@ def write(folder: Path, error: BaseException | None, step: int | None, why: str 
         print(f"warning: {folder / EXIT_FILE} cannot be written ({failure.strerror})", file=sys.stderr)
 
 
-def forget(run: RunConfig) -> None:
-    """Remove what an earlier session has left, before anything that a ``kill -9`` may end: no exit.json then says that it was killed."""
-    folder = Path(run.folder, run.name)
+def forget(run: RunConfig) -> int | None:
+    """Remove what an earlier session has left, before anything that a ``kill -9`` may end: no exit.json then says that it was killed.
+
+    The step at which that had ended; None where it is not known.
+    """
+    folder, step = Path(run.folder, run.name), None
     with contextlib.suppress(UserError, OSError):
         if run.resume != "no" and distributed.is_rank_0() and (folder / EXIT_FILE).is_file() and record.begun(folder):
             with record.lock(folder):
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    step = read_json(folder / EXIT_FILE)["step"]
                 if (folder / EXIT_FILE).stat().st_mtime < STARTED:  # not what another process of this start has found
                     (folder / EXIT_FILE).unlink()
+    return step
 
 
-def write_of_start(run: RunConfig, error: BaseException) -> None:
+def write_of_start(run: RunConfig, error: BaseException, step: int | None) -> None:
     """As ``write``, for a start that ``error`` ended. Nothing in a folder that is not the run's, or that another process has or may take.
 
     With run.resume no it cannot be: a new run leaves nothing before it has begun, and another's must stay as it is. A mistake that only
-    another process than rank 0 can see counts, not that rank 0 is then asked to exit.
+    another process than rank 0 can see counts, not that rank 0 is then asked to exit. ``step``: where the last session had ended.
     """
     folder = Path(run.folder, run.name)
     mistake = isinstance(error, UserError)
@@ -58,7 +64,7 @@ def write_of_start(run: RunConfig, error: BaseException) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             with record.lock(folder):
                 if mistake or not (folder / EXIT_FILE).exists() or (folder / EXIT_FILE).stat().st_mtime < STARTED:
-                    write(folder, error, None)
+                    write(folder, error, step)
 
 
 def write_of_silence(folder: Path, number: int, step: int, how_to_resume: str) -> None:
