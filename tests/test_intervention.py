@@ -60,10 +60,15 @@ def test_what_is_no_switch_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("5:2:flash_fp32_o", "a layer from 0 to 1"), ("5:1:sdpa_cudnn", "it needs a CUDA device")]
+    ("text", "message"),
+    [
+        ("5:2:flash_fp32_o", "layer = 2: expected 0 to 1"),
+        ("5:1:sdpa_cudnn", ".* it needs a CUDA device"),
+        ("5:1:flsh", "attention preset = 'flsh': did you mean flash"),
+    ],
 )
 def test_a_switch_that_cannot_be_fails_before_the_run_starts(place: Place, text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=rf"^alarm\.switches = '{text}': {message}"):
         place.train("impossible", {"alarm.switches": (text,)})
     assert not (place.runs / "impossible").exists()
 

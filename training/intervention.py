@@ -82,8 +82,7 @@ def plans_at(base: Sequence[LayerPlan], switches: Sequence[Switch], step: int) -
     plans, misfits = list(base), dict[int, UserError]()
     for switch in sorted(switches, key=lambda switch: switch.step):
         if switch.layer >= len(plans):
-            expected = f"a layer from 0 to {len(plans) - 1}"
-            raise invalid("alarm.switches", switch.option(), expected)
+            raise invalid("layer", switch.layer, f"0 to {len(plans) - 1}, counted from 0")
         if switch.step <= step:
             misfits.pop(switch.layer, None)
             try:
@@ -130,8 +129,9 @@ class Interventions:
             try:
                 check(plans_at(base, until, at))
             except UserError as error:
-                if start is None or (last := until[-1]).option() not in made:
-                    raise
+                last = until[-1]
+                if start is None or last.option() not in made:
+                    raise UserError(f"alarm.switches = {last.option()!r}: {error}") from error
                 where, again = f"{start.path}: its switch {last.option()}", f"{step}:{last.layer}:PRESET"
                 raise UserError(f"{where} (--alarm.switches {again} takes its place): {error}") from error
         try:
