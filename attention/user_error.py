@@ -66,8 +66,11 @@ def invalid(field: str, value: object, expected: str | Iterable[object], *, type
 def command_line() -> Iterator[None]:
     """Around a command line: a ``UserError`` is one line on stderr and exit code 2, as is a stdout that is closed or on a full disk.
 
+    A closed stderr leads nowhere, as /dev/null: nothing asks whether there is one, and no file gets its descriptor.
     Ctrl-C is one line (the interrupt's message if it has one) and exit code 130, a closed stdout (``| head``) exit code 141.
     """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         if sys.stdout is None:
             raise UserError("standard output: it is closed; expected a file, a pipe or /dev/null")

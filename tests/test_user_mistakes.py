@@ -234,6 +234,12 @@ def test_a_stdout_that_takes_nothing_is_one_line(program: str, output: str, why:
     assert done.stderr.startswith(f"error: standard output: {why}")
 
 
+def test_a_run_without_a_stderr_ends_as_any_other(place: Place) -> None:
+    recipe = place.preset_file(place.config("without_stderr", {"run.steps": 1}))
+    done = completed(["sh", "-c", f"{sys.executable} train.py {recipe} 2>&-"])
+    assert (done.returncode, json.loads((place.runs / "without_stderr/exit.json").read_text())["code"]) == (0, 0)
+
+
 # public_suites.py is of the installed package, beside which the trainer's modules cannot be imported.
 SCRIPTS = sorted(
     path.stem
