@@ -1,9 +1,10 @@
 """User errors: one line that names field, value and choices, and exit code 2."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attention.user_error import OneLineParser as OneLineParser
 from attention.user_error import UserError, command_line, invalid
@@ -14,6 +15,17 @@ if TYPE_CHECKING:
 
 class BusyError(UserError):
     """Another process has what this one needs: a run, a recording, a folder to write."""
+
+
+def check_types(section: str, config: Any) -> None:
+    """Raise ``UserError`` for the first field of a dataclass that is declared a plain type and holds another; whole numbers are floats.
+
+    Before its values are compared: a Python file may set anything.
+    """
+    for one in dataclasses.fields(config):
+        value, kinds = getattr(config, one.name), (int, float) if one.type is float else (one.type,)
+        if one.type in (bool, int, float, str) and type(value) not in kinds:
+            raise invalid(f"{section}.{one.name}", value, f"a value of type {one.type.__name__}")
 
 
 def check_size(field: str, value: object, least: int) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from attention import LayerPlan, dispatch
 from attention.watching.measure import largest_logits
-from errors import check_size, invalid
+from errors import check_size, check_types, invalid
 from fused.embedding import lookup
 from fused.gelu import gelu
 from fused.linear_cross_entropy import linear_cross_entropy
@@ -74,6 +74,7 @@ class ModelConfig:
     """After a step, heads whose largest logit passed this are scaled back to it (Kimi K2: 100); 0 is off."""
 
     def __post_init__(self) -> None:
+        check_types("model", self)
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "vocab_multiple"):
             check_size(f"model.{name}", getattr(self, name), 1)
         if self.n_embd % self.n_head:

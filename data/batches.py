@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data.recording import Recorder, Recording, RecordingHeader, checksum_of_facts, next_checksum, read_header
 from data.token_files import TokenFile
-from errors import UserError, check_size, invalid, on_disk
+from errors import UserError, check_size, check_types, invalid, on_disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class DataConfig:
     """Sequences of the fixed validation set, the same in every run whatever its batch sizes."""
 
     def __post_init__(self) -> None:
+        check_types("data", self)
         for name in ("sequence_length", "global_batch", "micro_batch", "validation_sequences"):
             check_size(f"data.{name}", getattr(self, name), 1)
         if self.global_batch % self.micro_batch:

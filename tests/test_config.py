@@ -137,12 +137,16 @@ model: n_head=5 n_layer=0 n_embd=64.0 vocab_multiple=0 attention_softcap=-1.0
 data: sequence_length=0 global_batch=0 global_batch=30 micro_batch=-1 validation_sequences=0 seed=-1
 optim: lr=0.0 lr=nan min_lr=1.0 warmup_steps=-1 decay_steps=2000 beta1=1.0 beta2=-0.1
 optim: lr=1e308 min_lr=1e308 eps=1e308 weight_decay=1e308 grad_clip=1e308
+run: name=5 seed='x' timeout='x' timeout=None
+model: rotary_base='x' attention_softcap=None qk_clip_tau=True
+data: seed='x' record=5
+optim: lr='x' lr=None warmup_steps=2.5
 optim: eps=0.0 weight_decay=-0.1 grad_clip=-1.0 muon_momentum=1.0
 checkpoint: every=-1 keep_last=0 keep_every=-5
 telemetry: every=-1 sequences=0
 evaluation: every=-1
 wandb: project=''
-alarm: switches=('5:1',) switches=('5:1:flash','5:1:standard') warm_up=-2
+alarm: switches=('5:1',) switches=('5:1:flash','5:1:standard') switches='5:1:flash' switches=(5,) warm_up=-2 warm_up=None
 """
 VALUES = [
     (line.partition(":")[0], word)

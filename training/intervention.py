@@ -14,7 +14,7 @@ from typing import Any
 
 from attention.plan import LayerPlan, switched
 from attention.watching.growth import GrowthAlarm, GrowthRule, RunsAway
-from errors import UserError, invalid
+from errors import UserError, check_types, invalid
 from training.checkpoint import Loaded
 
 
@@ -54,6 +54,9 @@ class AlarmConfig:
     """Steps at the start that the rule does not look at; -1: the learning rate's warm-up."""
 
     def __post_init__(self) -> None:
+        check_types("alarm", self)
+        if not isinstance(self.switches, tuple | list) or not all(isinstance(text, str) for text in self.switches):
+            raise invalid("alarm.switches", self.switches, "a tuple of switches, for example ('5000:1:flash_fp32_o',)")
         places = Counter((switch.step, switch.layer) for switch in map(parse_switch, self.switches))
         for text in self.switches:
             switch = parse_switch(text)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from errors import invalid
+from errors import check_types, invalid
 from training.muon import GraphedMuon, captured
 
 OptimizerName = Literal["adamw", "muon"]
@@ -56,6 +56,7 @@ class OptimConfig:
     """AdamW's single-kernel update; auto means on CUDA only."""
 
     def __post_init__(self) -> None:
+        check_types("optim", self)
         cosine = self.schedule == "cosine"
         bounds: tuple[tuple[str, bool, str], ...] = (
             ("lr", 0 < self.lr <= LARGEST, f"a number above 0, at most {LARGEST:g}"),

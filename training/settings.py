@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from attention.plan import AttentionConfig
 from data.batches import DataConfig
-from errors import check_size, invalid
+from errors import check_size, check_types, invalid
 from model import ModelConfig
 from training.checkpoint import CheckpointConfig
 from training.distributed import DeviceChoice
@@ -52,6 +52,7 @@ class RunConfig:
     """Steps between two lines of metrics."""
 
     def __post_init__(self) -> None:
+        check_types("run", self)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) or len(self.name) > LONGEST_NAME:
             expected = f"at most {LONGEST_NAME} letters, digits, '.', '_' and '-', beginning with a letter or digit"
             raise invalid("run.name", self.name, expected)
