@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from attention import AttentionRule, AttentionSpec
+from attention import AttentionConfig, AttentionRule, AttentionSpec
 from config import RECIPES, TrainConfig, from_json, load, to_json
 from data.batches import DataConfig
 from errors import UserError
+from model import ModelConfig
 
 FILES = sorted(RECIPES.glob("*.py"))
 ABLATIONS = sorted((RECIPES / "ablations").glob("*.py"))
@@ -162,6 +163,17 @@ def test_a_value_that_cannot_be_is_refused_by_name(section: str, setting: str) -
     kind = type(getattr(TrainConfig(), section))
     with pytest.raises(UserError, match=rf"^{section}\.{field} = .*expected "):
         kind(**{field: eval(text, {"nan": math.nan})})
+
+
+def test_a_rule_that_parts_heads_of_shared_keys_is_named_with_its_layer() -> None:
+    rules = (
+        AttentionRule(heads=(0, 1)),
+        AttentionRule(layers=(1, 2), heads=(3,), attention=AttentionSpec(preset="standard")),
+    )
+    with pytest.raises(
+        UserError, match=r"^attention\.rules\.1\.heads = \(3,\): expected in layer 1 whole groups of 2 heads"
+    ):
+        TrainConfig(model=ModelConfig(n_kv_head=6), attention=AttentionConfig(rules=rules))
 
 
 def test_recording_and_replaying_at_once_is_refused() -> None:

@@ -100,9 +100,17 @@ class TrainConfig:
         # Layers and heads named by rules must exist; the error names the rule.
         plans = self.attention.resolve(self.model.n_layer, self.model.n_head)
         share = self.model.n_head // self.model.kv_heads
-        for heads in (group.heads for plan in plans for group in plan.groups):
-            if len(heads) != share * len({head // share for head in heads}):
-                raise invalid("attention.rules", f"heads {heads}", f"whole groups of {share} heads, which share keys")
+
+        def parts(heads: tuple[int, ...]) -> bool:
+            return len(heads) != share * len({head // share for head in heads})
+
+        for plan in plans:
+            if any(parts(group.heads) for group in plan.groups):
+                rules = enumerate(self.attention.rules)
+                here = ((i, rule.heads) for i, rule in rules if plan.layer in (rule.layers or (plan.layer,)))
+                index, heads = next((i, heads) for i, heads in here if parts(heads))
+                expected = f"in layer {plan.layer} whole groups of {share} heads, which share keys (model.n_kv_head)"
+                raise invalid(f"attention.rules.{index}.heads", heads, expected)
 
 
 def to_json(value: Any) -> Any:
