@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from attention.numerics import SITES
 from attention.plan import AttentionConfig
 from errors import UserError, invalid
 from training.settings import RunConfig, TrainConfig, to_json
@@ -112,10 +113,13 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
 
 def _by_option(error: UserError, arguments: list[str]) -> UserError:
     """The error of a typed attention, with its option: an ``AttentionSpec`` does not know whether it is the default or a rule's."""
-    field = str(error).split(" ")[1] if str(error).startswith("attention ") else ""
+    about, field, site = [*str(error).split(" "), "", ""][:3]
+    field, said = field if about == "attention" else "", f"{about} {field}"
+    if field == "numerics" and site in SITES:  # a value that no site has, or that others exclude
+        field = "sites"
     typed = {one.partition("=")[0][2:].replace("-", "_") for one in arguments if one.startswith("--attention")}
     options = [option for option in typed if field and option.endswith(f".{field}")]
-    return UserError(options[0] + str(error).removeprefix(f"attention {field}")) if len(options) == 1 else error
+    return UserError(options[0] + str(error).removeprefix(said)) if len(options) == 1 else error
 
 
 def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:

@@ -85,6 +85,7 @@ def test_overrides_replace_single_fields() -> None:
             "--attention.default.sites output=m3 output=bf16",
             r"^attention\.default\.sites = '.*': expected output once$",
         ),
+        ("--attention.default.sites tile_k=-3", r"^attention\.default\.sites tile_k = -3: expected a size"),
         (
             "--telemetry.sequences 999",
             r"^telemetry\.sequences = 999: expected at most data\.validation_sequences = \d+$",
