@@ -111,6 +111,12 @@ def test_what_is_spoilt_is_refused(spoil: Spoil, message: str, tmp_path: Path) -
         load_nanogpt(built(), save(content, tmp_path))
 
 
+@pytest.mark.parametrize("name", ["qk_norm", "gated_attention"])
+def test_a_stabilizer_with_parameters_of_its_own_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^model\.{name} = True: expected False, as in "):
+        load_nanogpt(built(**{name: True}), save(nanogpt(), tmp_path))
+
+
 def test_a_run_starts_from_it(place: Place, tmp_path: Path) -> None:
     path = save(nanogpt(), tmp_path)
     run = place.train("from_nanogpt", {"run.steps": 1, "run.init_from": str(path)})

@@ -100,7 +100,8 @@ def load_nanogpt(model: GPT, path: Path) -> None:
     if config.activation == "swiglu":
         raise invalid("model.activation", config.activation, ("gelu", "gelu_tanh"))
     expected, tensors = read_nanogpt(path)
-    for name in (*_SIZES[:-1], "n_kv_head", "bias", "position", "norm", "tie_embeddings"):
+    with_parameters = ("bias", "position", "norm", "tie_embeddings", "qk_norm", "gated_attention")
+    for name in (*_SIZES[:-1], "n_kv_head", *with_parameters):
         if getattr(config, name) != getattr(expected, name):
             raise invalid(f"model.{name}", getattr(config, name), f"{getattr(expected, name)!r}, as in {path}")
     if config.padded_vocab_size != expected.vocab_size:
