@@ -25,8 +25,10 @@ def from_json(kind: Any, content: Any, where: str = "") -> Any:
     """The config that ``to_json`` wrote, of dataclass ``kind``. Raises ``UserError`` for unknown keys, another type or choice."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
-        if not isinstance(content, dict) or (unknown := sorted(content.keys() - hints.keys())):
-            raise invalid(where or "config", content if not isinstance(content, dict) else unknown[0], hints)
+        if not isinstance(content, dict):
+            raise invalid(where or "config", content, f"a value of type {kind.__name__}")
+        if unknown := sorted(content.keys() - hints.keys()):
+            raise invalid(where or "config", unknown[0], hints)
         inside = {name: from_json(hints[name], one, f"{where}.{name}".strip(".")) for name, one in content.items()}
         return kind(**inside)
     if get_origin(kind) is tuple and isinstance(content, list | tuple):

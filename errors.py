@@ -18,14 +18,15 @@ class BusyError(UserError):
 
 
 def check_types(section: str, config: Any) -> None:
-    """Raise ``UserError`` for the first field of a dataclass that is declared a plain type and holds another; whole numbers are floats.
+    """Raise ``UserError`` for the first field of a dataclass that is declared a class and holds a value of another.
 
-    Before its values are compared: a Python file may set anything.
+    Whole numbers are floats. ``section``: its name in a config; "" for the config. Before its values are compared: a Python file may set
+    anything.
     """
     for one in dataclasses.fields(config):
         value, kinds = getattr(config, one.name), (int, float) if one.type is float else (one.type,)
-        if one.type in (bool, int, float, str) and type(value) not in kinds:
-            raise invalid(f"{section}.{one.name}", value, f"a value of type {one.type.__name__}")
+        if isinstance(one.type, type) and type(value) not in kinds:
+            raise invalid(f"{section}.{one.name}".strip("."), value, f"a value of type {one.type.__name__}")
 
 
 def check_size(field: str, value: object, least: int) -> None:

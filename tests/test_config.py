@@ -123,6 +123,7 @@ def test_a_python_files_lists_are_tuples_and_its_choices_are_checked(tmp_path: P
     ("content", "message"),
     [
         ({"data": {"batch": 1}}, r"^data = 'batch': .*expected one of dataset, sequence_length"),
+        ({"alarm": None}, r"^alarm = None: expected a value of type AlarmConfig$"),
         ({"data": {"global_batch": "8"}}, r"^data\.global_batch = '8': expected a value of type int$"),
         ({"attention": {"rules": [{"layers": ["a"]}]}}, r"^attention\.rules\.0\.layers\.0 = 'a': expected"),
     ],
@@ -164,6 +165,13 @@ def test_a_value_that_cannot_be_is_refused_by_name(section: str, setting: str) -
     kind = type(getattr(TrainConfig(), section))
     with pytest.raises(UserError, match=rf"^{section}\.{field} = .*expected "):
         kind(**{field: eval(text, {"nan": math.nan})})
+
+
+@pytest.mark.parametrize("section", [one.name for one in dataclasses.fields(TrainConfig)])
+def test_a_section_of_another_type_is_named(section: str) -> None:
+    kind = type(getattr(TrainConfig(), section)).__name__
+    with pytest.raises(UserError, match=rf"^{section} = None: expected a value of type {kind}$"):
+        TrainConfig(**{section: None})
 
 
 def test_a_rule_that_parts_heads_of_shared_keys_is_named_with_its_layer() -> None:

@@ -83,6 +83,7 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self) -> None:
+        check_types("", self)
         data, precision, block_size = self.data, self.precision, self.model.block_size
         if data.sequence_length > block_size:
             raise invalid("data.sequence_length", data.sequence_length, f"at most block_size = {block_size}")
