@@ -38,6 +38,7 @@ from .codes import (
     S_IS_SCALED,
     SUBTRACT_FIRST,
     Keys,
+    Queries,
     Scalars,
     Shape,
     Strides,
@@ -49,7 +50,7 @@ from .loads import (
     load_keys,
     load_output_rows,
     load_padding,
-    load_queries,
+    load_ranges,
     load_row,
     load_rows,
     load_statistics,
@@ -104,9 +105,21 @@ def query_kernel(
     BS: tl.constexpr = SHAPE.BS
     WIDTH: tl.constexpr = SHAPE.WIDTH
     DTYPE: tl.constexpr = p_q.dtype.element_ty
-    queries, row, p_row, m_t = load_queries(p_q, strides_q, p_key_ranges, p_padding, H, T, S, SITES, SHAPE)
-    i_bh, o_t = queries.i_bh, queries.o_t
-    # [BT, WIDTH_V]
+    blocks = tl.cdiv(T, BT)
+    i_bh, i_t = place(blocks, SHAPE.HEADS)
+    if SHAPE.CAUSAL or SHAPE.RANGES:
+        i_t = blocks - 1 - i_t
+    row = i_t * BT
+    o_t = row + tl.arange(0, BT)
+    p_row = i_bh.to(tl.int64) * T + o_t
+    ranges, m_t = None, None
+    if SHAPE.RANGES:
+        ranges = load_ranges(p_key_ranges, p_padding, i_bh, H, row, T, S, BT, SHAPE.PADDED)
+        m_t = (o_t < T) & (ranges.b_first < ranges.b_last)
+        some_from, some_to = ranges.some_from, ranges.some_to
+    # [BT, WIDTH]
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE.D, WIDTH, True, False, m_t)
+    b_q = operand(b_q, SITES.inputs, DTYPE)
     b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, SHAPE.DV, SHAPE.WIDTH_V, True, False, m_t)
     b_do = operand(b_do, SITES.output_gradient, DTYPE)
     # [BT]
@@ -134,9 +147,10 @@ def query_kernel(
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
     middle = tl.minimum(row + 1, S) // BS * BS if SHAPE.CAUSAL else S // BS * BS
     if SHAPE.RANGES:
-        middle = queries.ranges.some_from // BS * BS
-        last = queries.ranges.some_to
+        middle = some_from // BS * BS
+        last = some_to
         S = last  # nobody sees what comes behind it
+    queries = Queries(b_q, o_t, i_bh, H, ranges)
     keys = Keys(p_k, p_v, strides_k, strides_v, S)
     for MASKED in tl.static_range(1 if SHAPE.RANGES else 0, 2):
         for start in range(middle if MASKED else 0, last if MASKED else middle, BS):

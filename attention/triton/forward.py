@@ -34,6 +34,7 @@ from .codes import (
     VISITED,
     Keys,
     Limits,
+    Queries,
     Scalars,
     Shape,
     State,
@@ -46,7 +47,9 @@ from .layout import check_sums
 from .loads import (
     block_scores,
     load_keys,
-    load_queries,
+    load_ranges,
+    load_rows,
+    place,
     rows_source,
     store_rows,
     takes_descriptor,
@@ -200,8 +203,20 @@ def forward_kernel(
     BS: tl.constexpr = SHAPE.BS
     DV: tl.constexpr = SHAPE.DV
     WIDTH_V: tl.constexpr = SHAPE.WIDTH_V
-    queries, row, _, _ = load_queries(p_q, strides_q, p_key_ranges, p_padding, H, T, S, SITES, SHAPE)
-    i_bh, o_t = queries.i_bh, queries.o_t
+    blocks = tl.cdiv(T, BT)
+    i_bh, i_t = place(blocks, SHAPE.HEADS)
+    if SHAPE.CAUSAL or SHAPE.RANGES:
+        i_t = blocks - 1 - i_t  # the rows with most columns first, so that the last programs to run are short
+    row = i_t * BT
+    o_t = row + tl.arange(0, BT)
+    ranges, m_t = None, None
+    if SHAPE.RANGES:
+        ranges = load_ranges(p_key_ranges, p_padding, i_bh, H, row, T, S, BT, SHAPE.PADDED)
+        m_t = (o_t < T) & (ranges.b_first < ranges.b_last)
+        some_from, some_to = ranges.some_from, ranges.some_to
+    # [BT, WIDTH]
+    b_q = load_rows(p_q, strides_q, i_bh, H, row, T, BT, SHAPE.D, SHAPE.WIDTH, True, False, m_t)
+    b_q = operand(b_q, SITES.inputs, DTYPE)
     # Rows of the whole output in order; the random bits of stochastic rounding belong to them.
     o_row = ((i_bh // H).to(tl.int64) * T + o_t) * H + i_bh % H
     b_words = 0
@@ -226,9 +241,10 @@ def forward_kernel(
     last = tl.minimum(row + BT, S) if SHAPE.CAUSAL else S
     begin = 0
     if SHAPE.RANGES:
-        begin = queries.ranges.some_from // (tile if SHAPE.TILED else BS) * (tile if SHAPE.TILED else BS)
-        last = queries.ranges.some_to
+        begin = some_from // (tile if SHAPE.TILED else BS) * (tile if SHAPE.TILED else BS)
+        last = some_to
         S = last  # nobody sees what comes behind it
+    queries = Queries(b_q, o_t, i_bh, H, ranges)
     keys = Keys(p_k, p_v, strides_k, strides_v, S)
     if SHAPE.TILED:
         for first in range(begin, last, tile):

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .block_sizes import width
-from .codes import BF16, INTERPRETED, MAX_AND_SUM, NEAREST, Queries, Strides, VisibleRanges
+from .codes import BF16, INTERPRETED, MAX_AND_SUM, NEAREST, Strides, VisibleRanges
 from .round_blocks import dot, operand, round_mantissa
 from .softmax import round_scores
 
@@ -115,25 +115,6 @@ def load_ranges(p_key_ranges, p_padding, i_bh, H, row, T, S, BT: tl.constexpr, P
         tl.load(p_first + T + row),
         p_b,
     )
-
-
-@triton.jit
-def load_queries(p_q, strides, p_key_ranges, p_padding, H, T, S, SITES: tl.constexpr, SHAPE: tl.constexpr):
-    """The ``Queries`` of this program, their first row, their places in [B, H, T], and, with RANGES, which of them see a key [BT]."""
-    BT: tl.constexpr = SHAPE.BT
-    blocks = tl.cdiv(T, BT)
-    i_bh, i_t = place(blocks, SHAPE.HEADS)
-    if SHAPE.CAUSAL or SHAPE.RANGES:
-        i_t = blocks - 1 - i_t  # the rows with most columns first, so that the last programs to run are short
-    row = i_t * BT
-    o_t = row + tl.arange(0, BT)
-    p_row = i_bh.to(tl.int64) * T + o_t
-    ranges, m_t = None, None
-    if SHAPE.RANGES:
-        ranges = load_ranges(p_key_ranges, p_padding, i_bh, H, row, T, S, BT, SHAPE.PADDED)
-        m_t = (o_t < T) & (ranges.b_first < ranges.b_last)
-    b_q = load_rows(p_q, strides, i_bh, H, row, T, BT, SHAPE.D, SHAPE.WIDTH, True, False, m_t)
-    return Queries(operand(b_q, SITES.inputs, p_q.dtype.element_ty), o_t, i_bh, H, ranges), row, p_row, m_t
 
 
 @triton.jit
