@@ -111,7 +111,7 @@ def _draw_sum(axes: Any, error: HeadError) -> list[tuple[Any, ...]]:
     axes.plot(places, total, color=canvas.ORANGE, linewidth=1.2)
     axes.axhline(0, color="0.3", linewidth=0.5)
     axes.ticklabel_format(axis="y", scilimits=(-2, 3))
-    mean, positive = error.summary.mean_H.item(), float((error_N > 0).sum() / (error_N != 0).sum())
+    mean, positive = error.summary.mean_H.item(), error.summary.positive_H.item()
     z = (error.summary.mean_H / error.summary.standard_error_H).item()
     told = f"mean {mean:.2g}, {z:.1f} standard errors; {positive:.0%} positive"
     title = f"{canvas.plain(error.label)}\n{told}\ngray: two deviations of random signs"

@@ -31,9 +31,10 @@ class RankOne:
     coherence: Coherence
     """Coherence of all tokens of the capture."""
 
-    def outer(self) -> Tensor:
-        """(P K)[T]^T X[T], [D, C]."""
-        return torch.outer(self.pk_TD[self.token], self.x_TC[self.token])
+    def outer(self, token: int | None = None) -> Tensor:
+        """(P K)[T]^T X[T], [D, C]; of ``self.token`` unless another is named."""
+        at = self.token if token is None else token
+        return torch.outer(self.pk_TD[at], self.x_TC[at])
 
     @property
     def within(self) -> float:

@@ -75,6 +75,8 @@ class Summary:
     """Standard error of the mean, from the spread of the means of ``units`` blocks of tokens; NaN for a single unit."""
     rms_H: Tensor
     """Root mean square over tokens."""
+    positive_H: Tensor
+    """Share of tokens with an error above 0, of those with one (0.5 where there is none)."""
     units: int
     """n of the standard error."""
 
@@ -134,7 +136,7 @@ def output_errors(layer: LayerCapture) -> Tensor:
 
 
 def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
-    """Mean, standard error and size of an error for each head. No host synchronization.
+    """Mean, standard error, size and sign of an error for each head. No host synchronization.
 
     ``unit``: tokens in a row whose mean counts as one draw; a shorter rest of a sequence is left out of the standard error alone.
     """
@@ -145,12 +147,14 @@ def summarize(error_BHT: Tensor, *, unit: int = UNIT) -> Summary:
     units = B * blocks
     mean_HU = error_HBT[:, :, : blocks * unit].reshape(-1, units, unit).mean(dim=-1)
     error_HN = error_HBT.flatten(1)
-    mean_H = error_HN.mean(dim=-1)
+    mean_H, signed_H = error_HN.mean(dim=-1), (error_HN != 0).sum(dim=-1)
+    positive_H = torch.where(signed_H > 0, (error_HN > 0).sum(dim=-1) / signed_H, 0.5).double()
     return Summary(
         mean_H=mean_H,
         # One unit has no spread, and torch would warn.
         standard_error_H=mean_HU.std(dim=-1) / math.sqrt(units) if units > 1 else torch.full_like(mean_H, math.nan),
         rms_H=error_HN.square().mean(dim=-1).sqrt(),
+        positive_H=positive_H.where(~error_HN.isnan().any(-1), math.nan),
         units=units,
     )
 

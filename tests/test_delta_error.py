@@ -99,6 +99,7 @@ def test_the_summary_of_known_numbers() -> None:
     assert summary.units == 4
     assert summary.mean_H.item() == -8
     assert summary.standard_error_H.item() == pytest.approx(means.std().item() / 2)
+    assert summary.positive_H.item() == pytest.approx(6 / 7)
 
 
 def test_the_row_residual_is_what_dq_has_of_it() -> None:

@@ -99,14 +99,11 @@ def test_figure_4_draws_two_columns(
     assert message in refused(figures.main, 4, *given)
 
 
-def test_the_table_of_figure_4_has_the_cosine_of_the_outer_products() -> None:
-    layer = random_layer()
-    rows = [similarity.rank_one(layer, head=0, batch=0, token=t, source="m", label=str(t)) for t in (3, 7)]
+def test_the_table_of_figure_4_has_the_cosine() -> None:
+    rows = [similarity.rank_one(random_layer(), head=0, batch=0, token=t, source="m", label=str(t)) for t in (3, 7)]
     table = similarity.draw_similarity(rows).table
-    products = torch.einsum("td,tc->tdc", weighted_keys(layer)[0, 0], layer.x_BTC[0].float()).flatten(1)
-    units = torch.nn.functional.normalize(products, dim=-1)
-    expected = {"3": 1.0, "7": (units @ units.T)[3, 7].item()}
-    assert dict(zip(table["of"], table["cosine"], strict=True)) == pytest.approx(expected, abs=1e-5)
+    expected = {"3": 1.0, "7": similarity.cosine(rows[0].outer(), rows[1].outer())}
+    assert dict(zip(table["of"], table["cosine"], strict=True)) == pytest.approx(expected)
 
 
 def test_the_outer_products_of_a_llama_sum_to_the_gradient_of_its_w_q(llama: Path) -> None:
@@ -190,6 +187,14 @@ def test_a_folder_that_cannot_be_made_is_found_before_the_passes(
     monkeypatch.setattr(capture_attention, "captured", None)
     message = refused(capture_attention.main, checkpoint(place), "--layers", 1, "--out", tmp_path / "file")
     assert message == f"error: --out {tmp_path}/file: cannot be made (File exists)\n"
+
+
+def test_the_cosine_of_two_outer_products_is_that_of_the_matrix_of_pairs() -> None:
+    layer = random_layer()
+    row = similarity.rank_one(layer, head=0, batch=0, token=3, source="m", label="m")
+    products = torch.einsum("td,tc->tdc", weighted_keys(layer)[0, 0], layer.x_BTC[0].float()).flatten(1)
+    units = torch.nn.functional.normalize(products, dim=-1)
+    assert similarity.cosine(row.outer(3), row.outer(7)) == pytest.approx((units @ units.T)[3, 7].item(), abs=1e-5)
 
 
 def test_a_loss_scale_does_not_show_in_the_error_of_delta() -> None:
