@@ -217,7 +217,8 @@ def check(quick: bool) -> tuple[list[str], str]:
 def in_a_process(*arguments: str) -> tuple[int, str]:
     """Run this file in a Python of its own, whose kernels are compiled and not interpreted. Its exit code and what it prints."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
+    # Another Triton than the installed one comes from the caller's path.
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         command = [sys.executable, __file__, "--here", *arguments]

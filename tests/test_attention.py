@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import CASES, assert_as_exact, magnitudes, make, oracle, run, same
+from attention_cases import CASES, assert_as_exact, magnitudes, make, oracle, relative_errors, run, same
 
 import attention
 from attention import AttentionConfig, AttentionRule, AttentionSpec
@@ -64,6 +64,14 @@ def test_matrix_backends_agree_with_fp64(preset: str, dtype: torch.dtype, device
         floor = 2.0**-20 if dtype == torch.float32 else 2.0**-9
         found, baseline = run(p, AttentionSpec(preset=preset)), oracle(p, dtype=dtype)
         assert_as_exact(found, baseline, oracle(p), magnitudes(p), floor, case)
+
+
+@pytest.mark.parametrize("preset", ["standard", "flash", "flash_delta_from_p"])
+def test_softcap_gradients_agree_with_fp64(preset: str) -> None:
+    """Also where no interpreter of kernels is."""
+    p = make("peaked", torch.float32, torch.device("cpu"))
+    errors = relative_errors(run(p, spec_of(preset), softcap=5.0), oracle(p, softcap=5.0))
+    assert max(errors) < 2e-6
 
 
 def test_heads_of_a_mixture_get_what_they_would_get_alone() -> None:
