@@ -25,6 +25,7 @@ from errors import UserError
 from training import distributed, record
 from training.distributed import DistContext
 from training.run import Run
+from training.settings import TrainConfig
 from training.signals import SIGNALS
 
 BF16 = {"precision.dtype": "bfloat16"}
@@ -203,6 +204,10 @@ def test_a_replay_says_that_its_sums_have_another_order(place: Place, capsys: py
         place.train(f"replays_{fixed}", fields)
         said = f"{recording}: recorded with precision.fixed_sum_order False, this run has True: "
         assert (said in capsys.readouterr().out) == fixed
+
+
+def test_a_setting_that_is_no_more_is_told_as_a_difference() -> None:
+    assert ("model.gone", 1, None) in record.differences({"model": {"gone": 1}}, TrainConfig())
 
 
 def test_a_resume_keeps_what_the_first_part_was_made_with(place: Place, monkeypatch: Patch) -> None:
