@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .backends import BACKENDS, Call, lacking, numerics_of, obstacle
-from .functional import checked_numbers, refuse_flag, refuse_tangent
+from .functional import checked_numbers, constant_result, refuse_flag, refuse_tangent
 from .plan import HeadGroup, LayerPlan
 from .rounding import FORMAT_OF
 from .user_error import UserError
@@ -103,7 +103,7 @@ def run(
     return _chosen(torch.cat([part.to(dtype) for part in parts], dim=2), back)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _lacking(backend: str, features: tuple[str, ...]) -> str | None:
     return lacking(backend, features)
 

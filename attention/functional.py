@@ -343,7 +343,13 @@ def _common(sizes: tuple[int, ...], shapes: str, expected: str) -> int:
     return common
 
 
-@torch.compiler.assume_constant_result
+def constant_result(function: Any) -> Any:
+    """What ``torch.compiler.assume_constant_result`` makes of it, without importing the compiler, which takes 2 s."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_result
 def _resolved(*asked: Any) -> tuple[str, str, bool, bool]:
     """What ``_resolve`` says, which a compiler takes for a constant."""
     return _resolve(*asked)

@@ -117,6 +117,11 @@ def test_imports_go_down_only(path: Path, part: str) -> None:
                 assert ORDER.index(top) >= ORDER.index(part), f"{path.name} imports {top}, which stands above {part}"
 
 
+def test_attention_is_imported_without_the_compiler() -> None:
+    code = "import sys; from attention import functional, huggingface; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_training_imports_nothing_optional() -> None:
     code = (
         "import sys, train; from scripts import compare_runs, prepare_data; "

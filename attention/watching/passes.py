@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..attn_mask import is_causal_bias
 from ..functional import scaled_dot_product_attention
 from ..huggingface import HARMLESS
 from ..huggingface_models import Hook, traits_of
@@ -223,7 +223,7 @@ def plain_mask(call: dict[str, Any], device: torch.device) -> Tensor | None:
     # That of flash attention is made here, where memory that does not suffice ends no training.
     if isinstance(mask, functools.partial):
         return mask(device)
-    if isinstance(mask, CausalBias):  # its own storage is never written
+    if is_causal_bias(mask):  # its own storage is never written
         return mask._materialize(device)
     if mask is not None and type(mask) not in (Tensor, nn.Parameter):
         raise ValueError(f"attn_mask is a {type(mask).__name__}: expected a plain tensor")
