@@ -15,6 +15,8 @@ Legend: B batch, H heads, T sequence; tiles have R rows and C columns. S [B, H, 
 
 import math
 import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,23 +31,22 @@ def log2_scale(scale: float) -> float:
     return scale / math.log(2)
 
 
-class SubtractFirst:
-    """exp(S - m), the difference first."""
+class Exponent(ABC):
+    """What the forms share; each says the unit of m, what its S is and how it takes the difference."""
 
-    _exp = staticmethod(torch.exp)
-    log = staticmethod(torch.log)
+    _exp: Callable[[Tensor], Tensor]
+    log: Callable[[Tensor], Tensor]
     """log l, in the unit of m."""
-    _natural = 1.0
+    _natural: float
     """1 in the unit of m."""
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
-        self._scale = self.c = 1.0
-        """S over ``scores``, and m over the row maximum of ``scores``."""
+    def __init__(self, problem: Problem, scale: float, c: float):
+        """``scale``: S over ``scores``; ``c``: m over the row maximum of ``scores``."""
+        self.problem, self._scale, self.c = problem, scale, c
 
+    @abstractmethod
     def scores(self, rows: slice, columns: slice) -> Tensor:
         """S of one tile in this form's unit, masked entries -inf."""
-        return self.problem.scores(rows, columns)
 
     def row_max(self, s: Tensor, n: Numerics | None = None) -> Tensor:
         """Row normalizer of a tile (``stabilize.tile_row_max``) in the unit of m, before ``statistics``; as ``n`` says, if given."""
@@ -55,8 +56,8 @@ class SubtractFirst:
     def _rounded(self, m: Tensor) -> Tensor:
         return self._up(m) if self.problem.sites.numerics.row_max_rounding == "up" else m
 
-    def _up(self, m: Tensor) -> Tensor:
-        return (m * math.log2(math.e)).ceil() * math.log(2)
+    @abstractmethod
+    def _up(self, m: Tensor) -> Tensor: ...
 
     def sinks(self) -> tuple[Tensor, Tensor]:
         """The sinks [H, 1, 1] in the unit of m, and the m, before ``statistics``, that a row has before its first tile."""
@@ -64,8 +65,8 @@ class SubtractFirst:
         sinks = self.problem.sinks * self._natural
         return sinks, self._rounded(sinks)
 
-    def _difference(self, s: Tensor, m: Tensor) -> Tensor:
-        return s - m
+    @abstractmethod
+    def _difference(self, s: Tensor, m: Tensor) -> Tensor: ...
 
     def exp(self, s: Tensor, m: Tensor, log_l: Tensor | None = None) -> Tensor:
         """exp(S - m); with L in place of m, or with log l, it is P."""
@@ -77,7 +78,26 @@ class SubtractFirst:
         return self._exp(m - m_new)
 
 
-class Fma(SubtractFirst):
+class SubtractFirst(Exponent):
+    """exp(S - m), the difference first."""
+
+    _exp, log = staticmethod(torch.exp), staticmethod(torch.log)
+    _natural = 1.0
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem, 1.0, 1.0)
+
+    def scores(self, rows: slice, columns: slice) -> Tensor:
+        return self.problem.scores(rows, columns)
+
+    def _up(self, m: Tensor) -> Tensor:
+        return (m * math.log2(math.e)).ceil() * math.log(2)
+
+    def _difference(self, s: Tensor, m: Tensor) -> Tensor:
+        return s - m
+
+
+class Fma(Exponent):
     """exp2(fma(S', c, -m)). S' c has at most 48 bits, so that FP64 holds it exactly; rounding the difference to FP64 and then to FP32
     is as good as once near the maximum."""
 
@@ -85,9 +105,9 @@ class Fma(SubtractFirst):
     _natural = math.log2(math.e)
 
     def __init__(self, problem: Problem):
-        self.problem, self._scale = problem, problem.scale
         # Rounded to FP32 without a tensor: this runs under the capture of CUDA graphs too.
-        (self.c,) = struct.unpack("f", struct.pack("f", log2_scale(problem.scale)))
+        (c,) = struct.unpack("f", struct.pack("f", log2_scale(problem.scale)))
+        super().__init__(problem, problem.scale, c)
 
     def scores(self, rows: slice, columns: slice) -> Tensor:
         return self.problem.products(rows, columns)
@@ -106,7 +126,7 @@ class SeparateMultiply(Fma):
         return s * self.c - m
 
 
-def exponent_of(problem: Problem) -> SubtractFirst:
+def exponent_of(problem: Problem) -> Exponent:
     """The form that the numerics of a problem ask for, where it can act."""
     n = problem.sites.numerics
     if n.exponent == "subtract_first" or not folds(n, problem.scale, problem.softcap):
@@ -114,7 +134,7 @@ def exponent_of(problem: Problem) -> SubtractFirst:
     return Fma(problem) if n.exponent == "fma" else SeparateMultiply(problem)
 
 
-def statistics_to_save(form: SubtractFirst, m: Tensor, row_sum: Tensor, divisor: Tensor, sites: Sites) -> Tensor:
+def statistics_to_save(form: Exponent, m: Tensor, row_sum: Tensor, divisor: Tensor, sites: Sites) -> Tensor:
     """What site ``saved_statistics`` keeps of a tile of rows, [B, H, R, Z]: L, or m and log l (1 / d for ``backward_probabilities``)."""
     if sites.numerics.backward_probabilities == "forward":
         return torch.cat((m, 1 / divisor), dim=-1)
@@ -129,7 +149,7 @@ def saved_rows(saved: Tensor, rows: slice) -> Tensor:
     return (saved.unsqueeze(2) if saved.ndim == 3 else saved)[..., rows].transpose(-1, -2)
 
 
-def probabilities(form: SubtractFirst, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
+def probabilities(form: Exponent, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
     """P of a tile [B, H, R, C] as the backward pass makes it again."""
     if form.problem.sites.numerics.backward_probabilities == "unrounded":
         return form.exp(s, *saved_BHRZ.split(1, dim=-1))
@@ -137,7 +157,7 @@ def probabilities(form: SubtractFirst, s: Tensor, saved_BHRZ: Tensor) -> Tensor:
     return form.problem.sites.probabilities(form.exp(s, m)) * inverse
 
 
-def sink_probabilities(form: SubtractFirst, saved_BHRZ: Tensor) -> Tensor:
+def sink_probabilities(form: Exponent, saved_BHRZ: Tensor) -> Tensor:
     """The weight of the sink in each row of a tile, [B, H, R, 1], as the backward pass makes it; it is never rounded."""
     sinks, _ = form.sinks()
     m, *second = saved_BHRZ.split(1, dim=-1)

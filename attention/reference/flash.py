@@ -19,7 +19,7 @@ from ..operators import BACKWARD_TENSORS, FORWARD_TENSORS, differentiable, gradi
 from ..rounding import DELTA_STREAM, OUTPUT_STREAM, low_bits
 from .dose import delta_errors, with_zero_sum_noise
 from .exact import exact_float32
-from .exponent import SubtractFirst, exponent_of, probabilities, saved_rows, sink_probabilities, statistics_to_save
+from .exponent import Exponent, exponent_of, probabilities, saved_rows, sink_probabilities, statistics_to_save
 from .tiles import (
     Problem,
     Sites,
@@ -36,7 +36,7 @@ from .tiles import (
 class _RowSumFloor:
     """``row_sum_floor`` of the tiles of some rows, in order; ``scaled`` keeps the running m that ``stabilized`` would have beside m."""
 
-    def __init__(self, numerics: Numerics, exponent: SubtractFirst):
+    def __init__(self, numerics: Numerics, exponent: Exponent):
         self.numerics, self.exponent = numerics, exponent
         self.shifted = replace(numerics, row_max="stabilized") if numerics.row_max == "scaled" else None
         self.m_shifted: Tensor | None = None
