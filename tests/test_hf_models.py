@@ -161,6 +161,13 @@ def test_a_part_that_cannot_have_it_is_named_with_what_to_use_and_that_works() -
         assert model.config.vision_config._attn_implementation == "eager"
 
 
+def test_a_part_that_transformers_only_logs_it_cannot_switch_is_named() -> None:
+    model = llava(transformers.RwkvConfig(**SMALL), attn_implementation="eager")
+    # transformers 4.54 switches a part as a model of its own.
+    with pytest.raises(ValueError, match=r"(cannot switch its vision_config to .*'eager' there|RwkvModel: no part)"):
+        model.set_attn_implementation({"text_config": OURS, "vision_config": OURS})
+
+
 def test_a_dict_that_leaves_the_language_model_as_it_is_is_refused() -> None:
     """Its "" names nothing but the outer config, which no attention reads."""
     use = {"": OURS, "vision_config": "eager"}
