@@ -114,7 +114,9 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
 
 
 def _by_option(error: UserError, arguments: list[str]) -> UserError:
-    """The error of a typed attention, with its option: an ``AttentionSpec`` does not know whether it is the default or a rule's."""
+    """The error of a typed attention or threshold, with its option: what raised it does not know where in the config it stands."""
+    if str(error).startswith(threshold := "GrowthRule "):
+        return UserError("alarm.rule." + str(error).removeprefix(threshold))
     about, field, site = [*str(error).split(" "), "", ""][:3]
     field, said = field if about == "attention" else "", f"{about} {field}"
     if field == "numerics" and site in SITES:  # a value that no site has, or that others exclude
