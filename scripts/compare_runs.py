@@ -57,7 +57,7 @@ LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
 # Differences in these do not change how a run trains; a sentence of its own compares the data.
 WHERE = ("device", "git_commit", "init_sha256", "kernels", "source_sha256", "versions")
 ENVIRONMENT = ("device.", "git_commit", "kernels.", "source_sha256", "versions.")
-SITES_TOLD = 12
+SITES_TOLD, PARTED_TOLD = 12, 3
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "checkpoint.", "wandb.")
 
 
@@ -361,7 +361,7 @@ def sites_changed(first: Run, run: Run) -> list[str]:
 
 
 def where_bits_part(first: Run, run: Run) -> str:
-    """The first step, and what is not the same bits there, of all that both runs logged."""
+    """The first step, and ``PARTED_TOLD`` of what is not the same bits there, of all that both runs logged."""
     if first.column("train_loss").index.intersection(run.column("train_loss").index).empty:
         return "no step in common"
     names = ["train_loss", "grad_norm", "val_loss", *(name for name in first.probes if name in run.probes)]
@@ -370,7 +370,9 @@ def where_bits_part(first: Run, run: Run) -> str:
     if not parted:
         return "the same bits in every loss, gradient norm and probe that both logged"
     step = min(parted.values())
-    return f"bits differ from step {step} on, first in {', '.join(n for n in parted if parted[n] == step)}"
+    odd = [name for name in parted if parted[name] == step]
+    more = f" and {len(odd) - PARTED_TOLD} more" if len(odd) > PARTED_TOLD else ""
+    return f"bits differ from step {step} on, first in {', '.join(odd[:PARTED_TOLD])}{more}"
 
 
 def where_checkpoints_part(first: Run, run: Run) -> str:
@@ -381,8 +383,7 @@ def where_checkpoints_part(first: Run, run: Run) -> str:
     same = []
     try:
         old, new = (found_in(one.folder / "checkpoints") for one in (first, run))
-        common = sorted(old.keys() & new.keys())
-        for step in common:
+        for step in sorted(old.keys() & new.keys()):
             try:
                 what = odd_tensors(old[step], new[step])
             except UserError:
@@ -390,7 +391,7 @@ def where_checkpoints_part(first: Run, run: Run) -> str:
                     raise
                 continue  # a living run has pruned it
             if what:
-                return f"; checkpoints differ, of {len(common)} that both kept first that of step {step}, in {what}"
+                return f"; checkpoints differ first at step {step}, in {what}"
             same.append(str(step))
     except UserError as error:
         return f"; checkpoints not compared: {error}"

@@ -92,6 +92,14 @@ def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: 
     assert f"{same}; environment: device.processes: 1 -> 2." in shown
 
 
+def test_of_all_that_parts_at_one_step_three_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, x in (("one", 1.0), ("other", 2.0)):
+        run = write_run(tmp_path / name, [x] * 6, grad_norm=x, val_loss=x)
+        (run / "probes.csv").write_text(f"step,max_logit_0,max_logit_1\n0,{x},{x}\n")
+    shown = told(capsys, tmp_path / "one", tmp_path / "other")
+    assert "bits differ from step 0 on, first in train_loss, grad_norm, val_loss and 2 more; " in shown
+
+
 def test_a_log_that_a_resume_found_changed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path / "a", [2.0] * 6) / "config.json"
     sessions = {"sessions": [{}, {"logs_changed": ["metrics.jsonl: changed since S: line 3"]}]}
@@ -237,7 +245,7 @@ def test_the_first_difference_is_named(place: Place, tmp_path: Path, capsys: pyt
     moment = loaded.optimizer_state["state"][3]["exp_avg"]
     moment.view(torch.int32)[-1] ^= 1  # the last bit
     Checkpoints(other / "checkpoints", CheckpointConfig()).save(loaded)
-    where = "; checkpoints differ, of 2 that both kept first that of step 20, in 1 of 45 tensors of optimizer.safetensors, first "
+    where = "; checkpoints differ first at step 20, in 1 of 45 tensors of optimizer.safetensors, first "
     assert f"{where}state.3.exp_avg;" in told(capsys, one, other)
 
 
