@@ -591,7 +591,15 @@ def test_compiled_blocks_within_checkpointing_are_refused_in_the_first_pass(star
         model.blocks[1].compile(backend="eager")
     else:
         model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
-    with watch(model, start=start), pytest.raises(ValueError, match=r"^watch: compiled blocks within activation"):
+    with watch(model, start=start), pytest.raises(ValueError, match=r"^watch: compiled blocks or functions within"):
+        model(data())
+
+
+def test_a_compiled_function_within_checkpointing_is_refused() -> None:
+    model: Any = Model()
+    model.checkpointed = True
+    model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="eager")
+    with watch(model), pytest.raises(ValueError, match=r"^watch: compiled blocks or functions within"):
         model(data())
 
 

@@ -64,8 +64,6 @@ class Pass(TorchFunctionMode):
         try:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled; what is hides its calls
                 self._of_process.enter_context(_uncompiled())
-                for module in compiled_within(model):
-                    self._of_process.callback(module.register_forward_pre_hook(Hook(self._compiled_entered)).remove)
             self._of_process.enter_context(_hugging_face(model))
             if names:
                 for name, module in model.named_modules():
@@ -150,9 +148,6 @@ class Pass(TorchFunctionMode):
     def _entered(self, name: str, *_: Any) -> None:
         if threading.get_ident() == self._thread:
             self._around.append((name, self.seen))
-
-    def _compiled_entered(self, *_: Any) -> None:
-        self.recompiled |= within_checkpoint()
 
     def _left(self, *_: Any) -> None:
         if threading.get_ident() == self._thread and self._around:
@@ -256,6 +251,18 @@ _stances: list[Any] = []
 _uncompiled_passes = 0
 
 
+def _noted(runs_as: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """torch's function that each call of what is compiled asks how to run; the pass of its thread takes down where that was."""
+
+    def asked(callback: Any) -> Any:
+        # Without gradients checkpointing keeps nothing that could differ.
+        if callable(callback) and torch.is_grad_enabled() and (seeing := _CURRENT.get()) is not None:
+            seeing.recompiled |= within_checkpoint()
+        return runs_as(callback)
+
+    return asked
+
+
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """What is compiled runs uncompiled, in all threads, as torch has one stance for the process: until the last pass is over."""
@@ -265,8 +272,10 @@ def _uncompiled() -> Iterator[None]:
             stance = torch.compiler.set_stance("force_eager")
         except RuntimeError:  # the pass is compiled around its own hooks
             raise ValueError(COMPILED) from None
+        dynamo: Any = sys.modules["torch._dynamo.eval_frame"]
         if not _uncompiled_passes:
-            _stances.append(stance)
+            _stances.append((stance, dynamo._callback_from_stance))
+            dynamo._callback_from_stance = _noted(dynamo._callback_from_stance)
         _uncompiled_passes += 1
     try:
         yield
@@ -274,7 +283,8 @@ def _uncompiled() -> Iterator[None]:
         with _LOCK:
             _uncompiled_passes -= 1
             if not _uncompiled_passes:
-                _stances.pop().__exit__(None, None, None)
+                stance, dynamo._callback_from_stance = _stances.pop()
+                stance.__exit__(None, None, None)
 
 
 _replaced: dict[str, tuple[int, Callable[..., Any]]] = {}

@@ -263,7 +263,7 @@ class Watch:
 
     def _saw(self, seeing: Pass) -> None:
         if seeing.recompiled:  # torch's CheckpointError in the backward pass: what ran uncompiled runs compiled there
-            compiled = "compiled blocks within activation checkpointing"
+            compiled = "compiled blocks or functions within activation checkpointing"
             self._refuse("recompiled", f"{compiled}: expected torch.compile around the checkpoint, or none")
         hidden = seeing.hidden if seeing.seen or seeing.hidden else may_attend(self._model)
         kinds = [f"{name} ({type(self._model.get_submodule(name)).__name__})" for name in hidden[:SHOWN]]
