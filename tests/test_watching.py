@@ -120,7 +120,7 @@ def test_columns_are_those_of_a_plain_fp64_computation(device: torch.device) -> 
         "dq_error": (dq.sum(dim=(0, 2)) - exact).norm(dim=-1) / exact.norm(),
         "nan_made": torch.zeros(H).double(),
     }
-    assert set(expected) | {"row_residual"} == set(COLUMNS)
+    assert set(expected) | {"row_residual", "o_error"} == set(COLUMNS)
     for name, value in expected.items():
         torch.testing.assert_close(torch.tensor(seen.record[name][1]).double(), value, rtol=2e-3, atol=1e-6, msg=name)
 
@@ -243,7 +243,7 @@ def test_torchs_causal_bias_is_a_causal_mask(bias: Tensor) -> None:
     """A tensor whose own storage is never written."""
     q = torch.randn(B, H, T, D, requires_grad=True)
     looks = (record_of(q, q * 1.0, **mask) for mask in ({"attn_mask": bias}, {"is_causal": True}))
-    values = (torch.tensor([look[name] for name in COLUMNS]) for look in looks)
+    values = (torch.tensor([look[name] for name in COLUMNS if name in look]) for look in looks)
     torch.testing.assert_close(*values, rtol=1e-3, atol=1e-6)
 
 
@@ -304,9 +304,9 @@ def test_a_call_of_three_dimensions_is_one_head_of_so_many_sequences(masked: boo
         how = {"attn_mask": mask.view(B, *heads, 1, T)} if masked else {"is_causal": True}
         with sdpa_kernel(SDPBackend.MATH):
             found = record_of(*(x.view(B, *heads, T, D) for x in (q, k)), sequences=2, **how)
-        looks.append(torch.tensor([found[name] for name in COLUMNS]))
+        looks.append(torch.tensor([found[name] for name in COLUMNS if name in found]))
     torch.testing.assert_close(*looks)
-    assert looks[0].shape == (len(COLUMNS), 1, 1)
+    assert looks[0].shape == (len(COLUMNS) - 1, 1, 1)  # o_error
 
 
 @pytest.mark.parametrize("shape", [(B, T, D), (T, D)])
@@ -1078,6 +1078,7 @@ def test_attention_that_is_handed_over_is_measured_as_torchs(layout: str, compil
     assert found.pop("layers") == [3, 7]
     assert "of layers 3, 7" in said[-1]
     del expected["row_residual"]  # nobody knows what computed the others
+    assert max(chain(*found.pop("o_error"))) < 1e-6
     assert set(found) == set(expected)
     for name in found:
         if isinstance(found[name], list):
@@ -1089,6 +1090,41 @@ def test_a_kernel_that_misreads_do_shows_in_dq_error() -> None:
     (right,), (wrong,) = (looked_at(nn.Sequential(kind(3)))[0]["dq_error"][-1:] for kind in (Own, Misreading))
     assert max(right) < 1e-4
     assert min(wrong) > 0.3
+
+
+class HandsOver(Block):
+    """Attention by ``attends``, which looks are told as ``told``, of a call of layer 0."""
+
+    def __init__(self, attends: Callable[..., Tensor], **told: Any) -> None:
+        super().__init__()
+        self.attends, self.told = attends, told
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        o = self.attends(q, k, v)
+        self.watcher.look(q, k, v, o, layer=0, **self.told)
+        return o
+
+
+def verdict_of(model: HandsOver, log: Path) -> str:
+    with watch(model, every=1, say=lambda line: None, log=log) as model.__dict__["watcher"]:
+        for step in range(4):
+            model(data(step)).square().mean().backward()
+    return verdict(log)[0]
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    return (q @ k.mT * D**-0.5).masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+
+def window(size: int) -> Tensor:
+    return torch.ones(T, T, dtype=torch.bool).tril().triu(1 - size)
+
+
+@pytest.mark.parametrize(("size", "said"), [(8, "NO: "), (9, "UNCLEAR: O of layers 0 (")])
+def test_the_verdict_is_not_no_where_o_is_of_another_mask(size: int, said: str, tmp_path: Path) -> None:
+    attends = functools.partial(softmax_attention, mask=window(size))
+    assert verdict_of(HandsOver(attends, mask=window(8)), tmp_path / "log").startswith(said)
 
 
 class Mixer(nn.Module):

@@ -83,12 +83,14 @@ class Look:
         sinks: Tensor | None = None,
         heads_at: int = -3,
         grouped: bool = False,
+        foreign: bool = False,
         kernel: Callable[..., Tensor] | None = None,
     ) -> None:
         """Copy a call.
 
         ``heads_at``: which dimension of q, k, v and o the heads are, -3 or -2. ``grouped``: torch's ``enable_gqa``, without which the first
-        of three dimensions is one of batches, of one head; two are one head. ``kernel``: what made o, called as torch's function.
+        of three dimensions is one of batches, of one head; two are one head. ``foreign``: as in ``Call``. ``kernel``: what made o, called
+        as torch's function.
         """
         # The hooks below outlive this call. What they hold must not hold q or o: a graph that its own hooks keep is never freed.
         sequences, dtype = self._sequences, (q if o is None else o).dtype
@@ -131,6 +133,7 @@ class Look:
             softcap=float(softcap),
             dropout=dropout,
             sinks_H=None if sinks is None else sinks.detach().to(torch.float32, copy=True),
+            foreign=foreign,
             kernel=again,
         )
         if torch.is_grad_enabled() and o is not None and not q.requires_grad:

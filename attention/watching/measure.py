@@ -128,18 +128,22 @@ COLUMNS = {
     "one_hot": "share of rows whose largest probability rounds to 1 in BF16",
     "delta_error": "root mean square of rowsum(dO * O) - rowsum(P * dP), O as attention returned it, over that of rowsum(P * dP)",
     "delta_bias": "mean of the same, over the same",
+    "o_error": "||O - P V|| over the layer's ||P (1 + |S|) n||, n the norms of V's rows: rounding's part of O is in proportion to that",
     "row_residual": "root mean square of rowsum(dS) as the kernel leaves it, over the same; measured with its calls (check.measures)",
     "dq_error": "||sum over queries of dQ - dQ in FP32|| over the layer's ||sum of dQ in FP32||, dQ as attention's backward pass made it",
     "nan_made": "1 where dQ is not finite though q, k, v, O and dO are: a kernel's mistake, not the model's",
 }
 """Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown); and ``row_residual`` of what is no
-call of torch's ``scaled_dot_product_attention``, ours or a Hugging Face model's, or has a soft-cap, sinks or a mask of another form.
+call of torch's ``scaled_dot_product_attention``, ours or a Hugging Face model's, or has a soft-cap, sinks or a mask of another form; and
+``o_error`` of what is torch's or ours, whose O is that of the call, in ours with the roundings that were chosen.
 
 ``delta_*`` are of that formula, whatever the kernel does: of one with another delta, as torch's math formula or ``flash_delta_from_p``,
 ``row_residual`` is about 0. It is of q and k without one feature, and without the rounding of dS. A sink counts in the softmax and in
 ``entropy``; ``max_logit`` and ``one_hot`` are of the keys.
 """
 _ONE = 1 - 2.0**-9
+HIDDEN = 1e4
+"""Scores below minus this are those that a floating mask hides, at the latest with FP16's lowest number."""
 SCORES = 2**24
 """Scores that exist at once; there are about eight arrays of that size (0.5 GB)."""
 
@@ -160,6 +164,8 @@ class Call:
     dropout: float
     sinks_H: Tensor | None = None
     """FP32: one more logit of each row, without a value."""
+    foreign: bool = False
+    """Whether O was made by another function than torch's and ours, so that it may be of other tensors."""
     kernel: Callable[..., Tensor] | None = None
     """What made O, called as ``check.kernels.Call`` with the mask of this call; None where that is not known."""
     do_BHTD: Tensor | None = None
@@ -185,6 +191,11 @@ def measure(call: Call) -> dict[str, Tensor]:
             s = _masked(s, call.mask_BHTS, chosen)
             largest, (of_rows, p) = s.amax(dim=-1), _row_probabilities(s, call.sinks_H)
             found = {"max": largest, "entropy": of_rows["entropy"], "one": (of_rows["top_1"] > _ONE).float()}
+            if call.foreign and call.o_BHTD is not None and not call.dropout:
+                off = (o[:, :, chosen] - p @ v[:, :, : s.shape[-1]]).norm(dim=-1)
+                sizes = p * (1 + s.abs().clamp(max=HIDDEN)) @ v[:, :, : s.shape[-1]].norm(dim=-1, keepdim=True)
+                hidden = largest < -HIDDEN
+                found |= {"off": off.masked_fill(hidden, 0.0), "sizes": sizes[..., 0].masked_fill(hidden, 0.0)}
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
                 delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)
@@ -202,6 +213,8 @@ def measure(call: Call) -> dict[str, Tensor]:
 
     columns = {"max_logit": whole["max"].amax(dim=(0, 2)), "entropy": mean(whole["entropy"])}
     columns["one_hot"] = mean(whole["one"])
+    if "off" in whole:
+        columns["o_error"] = _over(whole["off"].square().sum(dim=(0, 2)).sqrt(), whole["sizes"].norm())
     if do is not None:
         size = mean(whole["delta"].square()).sqrt()
         columns["delta_error"] = _over(mean(whole["error"].square()).sqrt(), size)

@@ -339,7 +339,7 @@ class Watch:
         except ValueError as error:
             return self._refuse("look", f"look: {error}")
         number = taken.number(number) if layer is None else layer
-        flags: dict[str, Any] = {"causal": bool(causal), "scale": scale, "softcap": softcap or 0.0}
+        flags: dict[str, Any] = {"causal": bool(causal), "scale": scale, "softcap": softcap or 0.0, "foreign": True}
         heads_at = -3 if layout == "BHTD" else -2
         self._guard(lambda: taken.keep(number, q, k, v, o, mask=mask, heads_at=heads_at, **flags))
 
@@ -363,6 +363,7 @@ class Watch:
                 mask = mask.to(o.dtype)
             flags = {name: named[name] for name in ("scale", "softcap", "sinks")}
             flags |= {"causal": causal, "dropout": named["dropout_p"], "grouped": named["enable_gqa"]}
+            flags["foreign"] = not (named.get("torchs") or named.get("ours"))
             look.keep(layer, *qkv, o, mask=mask, kernel=named.get("kernel"), **flags)
 
         self._guard(keep)
