@@ -1112,9 +1112,14 @@ def verdict_of(model: HandsOver, log: Path) -> str:
     return verdict(log)[0]
 
 
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
-    return (q @ k.mT * D**-0.5).masked_fill(~mask, -math.inf).softmax(-1) @ v
+    s = (q @ k.mT * D**-0.5).masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        s = torch.cat((s, sinks[:, None, None].expand(B, H, T, 1)), dim=-1)
+    return functional.dropout(s.softmax(-1)[..., :T], dropout) @ v
 
 
 def window(size: int) -> Tensor:
@@ -1125,6 +1130,18 @@ def window(size: int) -> Tensor:
 def test_the_verdict_is_not_no_where_o_is_of_another_mask(size: int, said: str, tmp_path: Path) -> None:
     attends = functools.partial(softmax_attention, mask=window(size))
     assert verdict_of(HandsOver(attends, mask=window(8)), tmp_path / "log").startswith(said)
+
+
+def test_sinks_that_are_handed_over_count(tmp_path: Path) -> None:
+    sinks = torch.arange(H).float()
+    attends = functools.partial(softmax_attention, mask=window(T), sinks=sinks)
+    assert verdict_of(HandsOver(attends, causal=True, sinks=sinks), tmp_path / "log").startswith("NO: ")
+
+
+def test_a_look_that_is_told_of_dropout_has_no_gradients_as_torchs_call(tmp_path: Path) -> None:
+    attends = functools.partial(softmax_attention, mask=window(T), dropout=0.5)
+    said = verdict_of(HandsOver(attends, causal=True, dropout=0.5), tmp_path / "log")
+    assert said.startswith("UNCLEAR: 0 of 4 records have the gradient of every layer")
 
 
 class Mixer(nn.Module):
@@ -1210,6 +1227,9 @@ def test_a_layer_that_is_handed_over_twice_is_refused() -> None:
         ({"causal": torch.ones(2)}, r"causal = tensor\(\[1\., 1\.\]\): expected True or False"),
         ({"scale": math.nan}, "scale = nan: expected a finite number or None"),
         ({"softcap": -3.0}, r"softcap = -3\.0: expected a finite number of 0 or more"),
+        ({"sinks": torch.ones(3)}, r"sinks = \[3\]: expected a tensor \[H\], H = 4"),
+        ({"sinks": 1.0}, r"sinks = float: expected a tensor \[H\], H = 4"),
+        ({"dropout": 1.5}, r"dropout = 1\.5: expected a number from 0 to 1"),
         ({"mask": torch.ones(T, T).long()}, r"mask is torch\.int64: expected a bool or floating tensor"),
         ({"mask": torch.ones(T, 5)}, r"mask = \[24, 5\]: expected a shape that broadcasts to \[3, 4, 24, 24\]"),
     ],

@@ -308,6 +308,8 @@ class Watch:
         scale: float | None = None,
         softcap: float = 0.0,
         mask: Tensor | None = None,
+        sinks: Tensor | None = None,
+        dropout: float = 0.0,
         layout: Literal["BHTD", "BTHD"] = "BHTD",
     ) -> None:
         """Hand over a call of attention that ``watch`` does not see, from inside the model. Outside of a look it does nothing.
@@ -321,6 +323,9 @@ class Watch:
             scale: of Q K^T; default 1 / sqrt(D).
             softcap: c > 0: the scores are c tanh(S / c).
             mask: as torch's ``attn_mask``, bool or floating, broadcast to [B, H, T, S].
+            sinks: [H], one more logit of each row, without a value.
+            dropout: probability of the dropout of P, as torch's ``dropout_p``. Which of P it drops is not known: above 0 gradients and O
+                are not measured, and the verdict is never NO; the other columns are of P without it.
 
         Raises ``ValueError`` for arguments that cannot be, in the first pass; later that is one warning.
         """
@@ -333,13 +338,14 @@ class Watch:
         number, seeing.seen, seeing.given = seeing.seen, seeing.seen + 1, seeing.given + (layer is not None)
         taken = seeing.look
         try:
-            _check_settings(_check_look(q, k, v, o, layer, layout), mask, causal, scale, softcap)
+            _check_settings(_check_look(q, k, v, o, layer, layout), mask, causal, scale, softcap, sinks, dropout)
             if layer is not None and layer in taken:
                 raise ValueError(f"layer = {layer}: expected each layer once in a forward pass")
         except ValueError as error:
             return self._refuse("look", f"look: {error}")
         number = taken.number(number) if layer is None else layer
         flags: dict[str, Any] = {"causal": bool(causal), "scale": scale, "softcap": softcap or 0.0, "foreign": True}
+        flags |= {"sinks": sinks, "dropout": float(dropout)}
         heads_at = -3 if layout == "BHTD" else -2
         self._guard(lambda: taken.keep(number, q, k, v, o, mask=mask, heads_at=heads_at, **flags))
 
@@ -545,15 +551,27 @@ def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | 
     return [B, H, T, S]
 
 
-def _check_settings(shape: list[int], mask: Tensor | None, causal: bool, scale: float | None, softcap: float) -> None:
+def _check_settings(
+    shape: list[int],
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dropout: float,
+) -> None:
     rights = {
         "causal": (causal, causal is None or not math.isnan(_number(causal)), "True or False"),
         "scale": (scale, scale is None or math.isfinite(_number(scale)), "a finite number or None"),
         "softcap": (softcap, softcap is None or 0 <= _number(softcap) < math.inf, "a finite number of 0 or more"),
+        "dropout": (dropout, 0 <= _number(dropout) <= 1, "a number from 0 to 1"),
     }
     for name, (value, right, expected) in rights.items():
         if not right:
             raise ValueError(f"{name} = {value!r}: expected {expected}")
+    if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != (shape[1],)):
+        given = list(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ValueError(f"sinks = {given}: expected a tensor [H], H = {shape[1]}")
     if mask is None:
         return
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
