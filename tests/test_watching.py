@@ -1214,6 +1214,12 @@ def test_a_torch_layer_in_eval_mode_is_warned_of(training: bool) -> None:
     assert [str(one.message).startswith("watch: frozen is in eval mode") for one in said] == [True] * (not training)
 
 
+def test_a_look_at_a_call_of_torchs_is_told_that_watch_sees_that_itself(tmp_path: Path) -> None:
+    attends = functools.partial(functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    with pytest.raises(ValueError, match=r"layer = 0: .* torch's scaled_dot_product_attention need no look\(\)"):
+        verdict_of(HandsOver(attends, causal=True), tmp_path / "log")
+
+
 def test_a_layer_that_is_handed_over_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^watch: look: layer = 3: expected each layer once"):
         looked_at(nn.Sequential(Own(3), Own(3)))

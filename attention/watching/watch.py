@@ -340,7 +340,8 @@ class Watch:
         try:
             _check_settings(_check_look(q, k, v, o, layer, layout), mask, causal, scale, softcap, sinks, dropout)
             if layer is not None and layer in taken:
-                raise ValueError(f"layer = {layer}: expected each layer once in a forward pass")
+                itself = "calls of torch's scaled_dot_product_attention need no look(), as watch sees them itself"
+                raise ValueError(f"layer = {layer}: expected each layer once in a forward pass; {itself}")
         except ValueError as error:
             return self._refuse("look", f"look: {error}")
         number = taken.number(number) if layer is None else layer
