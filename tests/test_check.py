@@ -619,6 +619,13 @@ def test_layers_of_a_run_that_explodes_are_packaged_and_tell(kernel: str, verdic
     assert check_attention(kernel, device="cpu", shape=SMALL, classes=PACKAGED).verdict == "unverified"
 
 
+def test_captured_inputs_are_the_same_attention_in_a_larger_head_dim() -> None:
+    reports = [check_attention("flash", device="cpu", shape=Shape(D=D), classes="captured_late") for D in (64, 96)]
+    rows = [report.cases[0].measures["rows"] for report in reports]
+    assert (reports[1].verdict, rows[1]) == ("at risk", pytest.approx(rows[0], rel=0.01))
+    assert ["padded with zeros" in report.text() for report in reports] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("kernel", "dtype", "found"),
     [("torch:flash", "fp16", ["delta or P"]), (with_exp2, "fp16", []), (with_exp2, "fp32", [])],

@@ -53,8 +53,11 @@ class InputClass:
     make_fp16: Callable[[list[Tensor], torch.Generator], list[Tensor]] | None = None
     """Instead of ``make`` where the inputs are of FP16."""
     packaged: bool = False
-    """Captured ones, inputs/NAME.zip beside this module, in their own shape."""
+    """Captured ones, inputs/NAME.zip beside this module, in their own shape; a larger head dim is filled with zeros."""
 
+
+PACKAGED_DIM = 64
+"""Head dim of the packaged ones."""
 
 ODD = 13
 
@@ -242,7 +245,7 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
     Not ``causal``: made for a kernel without a causal mask. Captured inputs and masks stay as they are.
     """
     if _is_captured(name):
-        return _with_ones(_last_feature_least(captured(name)), dtype, device)
+        return _with_ones(_padded(_last_feature_least(captured(name)), shape_of(name, shape)), dtype, device)
     chosen = CLASSES[name]
     shape = chosen.shape(shape)
     generator = torch.Generator().manual_seed(list(CLASSES).index(name))
@@ -261,7 +264,8 @@ def shape_of(name: str, shape: Shape) -> Shape:
     if not _is_captured(name):
         return CLASSES[name].shape(shape)
     x = captured(name)
-    return Shape(x.q.shape[0], x.q.shape[1], x.k.shape[1], x.q.shape[2], x.q.shape[3])
+    D = x.q.shape[3] if name not in CLASSES else max(x.q.shape[3], shape.D)
+    return Shape(x.q.shape[0], x.q.shape[1], x.k.shape[1], x.q.shape[2], D)
 
 
 def _is_captured(name: str) -> bool:
@@ -273,6 +277,12 @@ def captured(name: str) -> Inputs:
     found = load(Path(__file__).with_name("inputs") / f"{name}.zip" if name in CLASSES else name)
     found.require_numbers(name)
     return found
+
+
+def _padded(x: Inputs, shape: Shape) -> Inputs:
+    """Zeros before the features, up to the head dim of ``shape``. The scale stays, so logits, O and gradients are those of the original."""
+    q, k, v, do = (torch.nn.functional.pad(t, (shape.D - t.shape[-1], 0)) for t in (x.q, x.k, x.v, x.do))
+    return replace(x, q=q, k=k, v=v, do=do)
 
 
 def _last_feature_least(x: Inputs) -> Inputs:

@@ -20,7 +20,7 @@ from ..presets import PRESETS, unaliased
 from ..user_error import invalid
 from ..watching.log import strict
 from . import judge, measures
-from .classes import CLASSES, Shape, captured, even, make, require_shape, shape_of
+from .classes import CLASSES, PACKAGED_DIM, Shape, captured, even, make, require_shape, shape_of
 from .kernels import Kernel, find, first_calls, identity, told, versions
 
 SCHEMA = 6
@@ -30,7 +30,8 @@ LENGTHS = {"cuda": 1024, "cpu": 256}
 """What T is unless it is given."""
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
 MASKED = (*(name for name, chosen in CLASSES.items() if chosen.mask), "float_mask", "no_keys")
-OF_CAUSAL = (*(name for name, chosen in CLASSES.items() if chosen.packaged), "mask_edges")
+PACKAGED = tuple(name for name, chosen in CLASSES.items() if chosen.packaged)
+OF_CAUSAL = (*PACKAGED, "mask_edges")
 NOT_CAUSAL = (*MASKED, *(name for name, chosen in CLASSES.items() if not chosen.causal))
 DECISIVE = {"common_part", "shared_direction", "peaked_1000"}
 """Where delta shows: a kernel that raises in all of these has not been looked at."""
@@ -99,6 +100,8 @@ class Report:
         lines.append(LEGEND)
         lines += [f"  {case.name:{width}}  {_seen(case)}  {case.reason}".rstrip() for case in self.cases]
         lines += [f"  {name:{width}}  not tried   {why}" for name, why in self.not_tried.items()]
+        if self.shape.D > PACKAGED_DIM and any(case.name in PACKAGED for case in self.cases):
+            lines.append(f"  captured_*: of head dim {PACKAGED_DIM}, padded with zeros; the scale stays")
         raised = [case for case in self.cases if case.verdict == judge.UNVERIFIED]
         judged = [case for case in self.cases if case not in raised]
         found = [f"{site} in {', '.join(names)}" for site, names in reasons_of(judged).items()]
@@ -300,8 +303,8 @@ def check_attention(
             if name in OF_CAUSAL and not causal:
                 not_tried[name] = "it is of a causal mask"
                 continue
-            if name in CLASSES and (used := shape_of(name, asked)).D != asked.D:
-                not_tried[name] = f"it has head dim {used.D}"
+            if name in PACKAGED and asked.D < PACKAGED_DIM:
+                not_tried[name] = f"it has head dim {PACKAGED_DIM}"
                 continue
             try:
                 case = _case(found, name, asked, DTYPES[dtype], there, causal)
