@@ -127,6 +127,33 @@ def test_delta_from_a_rounded_o_is_at_risk_and_gaussian_inputs_do_not_tell(kerne
     assert report.cases[1].reason.startswith("delta or P: ")
 
 
+def loses_the_tail(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    """No gradient of the features of K that V has not, as the rotary ones of MLA."""
+    n = rest[0].shape[-1]
+    return tiled()(q, torch.cat((k[..., :n], k[..., n:].detach()), -1), *rest)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "verdict"),
+    [("flash_consistent", "safe"), ("flash", "at risk"), (tiled(), "safe"), (loses_the_tail, "wrong")],
+)
+def test_values_may_have_another_head_dim(kernel: Any, verdict: str) -> None:
+    report = check_attention(kernel, device="cpu", shape=replace(SMALL, D=48, DV=32))
+    assert (report.verdict, {*report.not_tried} & {*PACKAGED}) == (verdict, {*PACKAGED})
+
+
+def test_captured_inputs_are_padded_to_each_head_dim() -> None:
+    shape = Shape(D=96, DV=80)
+    p = make("captured_late", shape, torch.bfloat16, CPU)
+    assert [x.shape[-1] for x in (p.q, p.k, p.v, p.do)] == [96, 96, 80, 80]
+    assert check_attention("flash_consistent", device="cpu", shape=shape, classes=PACKAGED).verdict == "safe"
+
+
+def test_a_head_dim_of_values_that_is_the_others_is_none_of_its_own() -> None:
+    shape = Shape(D=64, DV=64)
+    assert (shape, str(shape), replace(shape, D=32).dims) == (Shape(), str(Shape()), (32, 32))
+
+
 def causal_only(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
     return torchs(query, key, value, is_causal=True, scale=scale)
 
@@ -893,6 +920,16 @@ def test_shapes_that_differ_are_told_apart(tmp_path: Path, capsys: pytest.Captur
     with (tmp_path / "x.csv").open(newline="") as file:
         sizes = [[row[name] for name in ("batch", "heads", "key_heads", "length")] for row in csv.DictReader(file)]
     assert sizes == [["2", "4", "4", T] for T in ("64", "96")]
+
+
+def test_a_head_dim_of_values_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes, file = ("--D", "48", "--DV", "32"), tmp_path / "x.csv"
+    assert main(["flash", *RISKY, *sizes]) == 1
+    assert f" {' '.join(sizes)}\n" in capsys.readouterr().out
+    assert main(["flash", *RISKY, *sizes, "--csv", str(file), "--markdown"]) == 1
+    assert "| `flash` | 48, V 32 |" in capsys.readouterr().out
+    with file.open(newline="") as rows:
+        assert [(row["head_dim"], row["value_dim"]) for row in csv.DictReader(rows)] == [("48", "32")]
 
 
 def test_a_kernel_that_no_class_can_be_tried_on_has_a_row_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@
 The file is a zip of ``about.json`` and the bits of each tensor, little-endian, one plane a byte (all first bytes, all second ones, ...),
 which compresses better. Nothing in it is executed.
 
-Legend: B batch, H query heads, G key heads, T length, D head dim.
+Legend: B batch, H query heads, G key heads, T length, D head dim, DV that of v, o and dO; captured ones have one D.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Mask(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, dO [B, H, T, D] and k, v [B, G, T, D] of one call, in one dtype; scale of the logits.
+    """q [B, H, T, D], k [B, G, T, D], v [B, G, T, DV] and dO [B, H, T, DV] of one call, in one dtype; scale of the logits.
 
     ``about``: where captured ones are from, as JSON values. Where there is a mask, which captured ones never have, ``causal`` is False.
     """

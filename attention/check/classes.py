@@ -4,13 +4,13 @@ In every class the last feature of K is 1 and that of Q is 0. Logits do not chan
 measures it from outside. dO has four significant bits, so that its multiples by 9 to 15 are exact in BF16. In captured inputs the
 ones replace the feature that does least to the logits.
 
-Legend: B batch, H query heads, G key heads, T length, D head dim.
+Legend: B batch, H query heads, G key heads, T length, D head dim, DV that of v, o and dO.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,20 +22,45 @@ from .captured import Inputs, Mask, load
 
 @dataclass(frozen=True)
 class Shape:
+    """``DV``: head dim of v, o and dO; None: D."""
+
     B: int = 2
     H: int = 4
     G: int = 4
     T: int = 256
     D: int = 64
+    DV: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.DV == self.D:  # one form, which is equal to itself, and in which DV follows another D
+            object.__setattr__(self, "DV", None)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """D and DV."""
+        return self.D, self.D if self.DV is None else self.DV
+
+    def sizes(self) -> dict[str, int]:
+        """By name; DV where it is not D."""
+        return {name: n for name, n in asdict(self).items() if n is not None}
 
     def __str__(self) -> str:
-        return f"B {self.B} H {self.H} G {self.G} T {self.T} D {self.D}"
+        return " ".join(f"{name} {n}" for name, n in self.sizes().items())
+
+    def __repr__(self) -> str:
+        return f"Shape({', '.join(f'{name}={n}' for name, n in self.sizes().items())})"
 
 
 def require_shape(shape: object) -> None:
     """Raises ``UserError`` for what is no ``Shape``, or one in which a class of inputs cannot be made."""
-    if not isinstance(shape, Shape) or shape.B < 1 or shape.G < 1 or shape.H % shape.G or shape.D < 8 or shape.T < 32:
-        sizes = "B 1 or more, G 1 or more, H a multiple of G, D 8 or more, T 32 or more"
+    if (
+        not isinstance(shape, Shape)
+        or min(shape.B, shape.G) < 1
+        or shape.H % shape.G
+        or min(shape.dims) < 8
+        or shape.T < 32
+    ):
+        sizes = "B 1 or more, G 1 or more, H a multiple of G, D and DV 8 or more, T 32 or more"
         raise invalid("shape", shape, f"a Shape of {sizes}")
 
 
@@ -95,8 +120,8 @@ def _shared_direction(x: list[Tensor], generator: torch.Generator) -> list[Tenso
     q, k, v, do = x
     direction = torch.nn.functional.normalize(_normal(q.shape[-1], generator=generator), dim=0)
     push = 3 * q.shape[-1] ** 0.25 * direction
-    v = 0.3 * v + _normal(q.shape[-1], generator=generator)
-    do = 0.2 * do + _normal(q.shape[-1], generator=generator)
+    v = 0.3 * v + _normal(v.shape[-1], generator=generator)
+    do = 0.2 * do + _normal(v.shape[-1], generator=generator)
     return [0.5 * q + push, 0.5 * k + push, v, do]
 
 
@@ -122,10 +147,10 @@ def _ties(x: list[Tensor], _: torch.Generator) -> list[Tensor]:
 
 def _cancelling(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
     q, k, v, do = x
-    T, D = k.shape[2], k.shape[3]
-    direction, shared = _normal(2, D, generator=generator)
-    slope = torch.linspace(-1, 1, T, dtype=torch.float32, device="cpu")[:, None] * direction
-    return [0.1 * q, 0.3 * k + 2 * shared, 0.1 * v + slope, 0.2 * do + direction]
+    T, D, DV = *k.shape[2:], v.shape[3]
+    direction, shared = _normal(2, max(D, DV), generator=generator)
+    slope = torch.linspace(-1, 1, T, dtype=torch.float32, device="cpu")[:, None] * direction[:DV]
+    return [0.1 * q, 0.3 * k + 2 * shared[:D], 0.1 * v + slope, 0.2 * do + direction[:DV]]
 
 
 def _cancelling_queries(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -249,14 +274,15 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
     chosen = CLASSES[name]
     shape = chosen.shape(shape)
     generator = torch.Generator().manual_seed(list(CLASSES).index(name))
-    heads = (shape.H, shape.G, shape.G, shape.H)
-    normal = [_normal(shape.B, n, shape.T, shape.D, generator=generator) for n in heads]
+    D, DV = shape.dims
+    ends = ((shape.H, D), (shape.G, D), (shape.G, DV), (shape.H, DV))
+    normal = [_normal(shape.B, n, shape.T, dim, generator=generator) for n, dim in ends]
     change = chosen.make_fp16 if chosen.make_fp16 and dtype == torch.float16 else chosen.make
     q, k, v, do = change(normal, generator)
     mask = chosen.mask(shape) if chosen.mask else None
     if mask is not None:
         mask = mask._replace(visible=mask.visible.to(device))
-    scale = chosen.scale / math.sqrt(shape.D)
+    scale = chosen.scale / math.sqrt(D)
     return _with_ones(Inputs(q, k, v, do, scale, chosen.causal and causal and mask is None, mask), dtype, device)
 
 
@@ -264,8 +290,8 @@ def shape_of(name: str, shape: Shape) -> Shape:
     if not _is_captured(name):
         return CLASSES[name].shape(shape)
     x = captured(name)
-    D = x.q.shape[3] if name not in CLASSES else max(x.q.shape[3], shape.D)
-    return Shape(x.q.shape[0], x.q.shape[1], x.k.shape[1], x.q.shape[2], D)
+    dims = (max(PACKAGED_DIM, dim) if name in CLASSES else x.q.shape[3] for dim in shape.dims)
+    return Shape(x.q.shape[0], x.q.shape[1], x.k.shape[1], x.q.shape[2], *dims)
 
 
 def _is_captured(name: str) -> bool:
@@ -280,8 +306,10 @@ def captured(name: str) -> Inputs:
 
 
 def _padded(x: Inputs, shape: Shape) -> Inputs:
-    """Zeros before the features, up to the head dim of ``shape``. The scale stays, so logits, O and gradients are those of the original."""
-    q, k, v, do = (torch.nn.functional.pad(t, (shape.D - t.shape[-1], 0)) for t in (x.q, x.k, x.v, x.do))
+    """Zeros before the features, up to the head dims of ``shape``. The scale stays, and so do logits, O and gradients."""
+    D, DV = shape.dims
+    pairs = ((x.q, D), (x.k, D), (x.v, DV), (x.do, DV))
+    q, k, v, do = (torch.nn.functional.pad(t, (dim - t.shape[-1], 0)) for t, dim in pairs)
     return replace(x, q=q, k=k, v=v, do=do)
 
 
@@ -322,7 +350,7 @@ def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device
     q[own] = size * (1 + 0.1 * torch.rand(n, generator=generator, dtype=torch.float32, device="cpu"))
     k = torch.zeros(shape.B, shape.G, shape.T, shape.D, dtype=torch.float32, device="cpu")
     k[own] = size
-    v = _normal(shape.B, shape.G, shape.T, shape.D, generator=generator).bfloat16()
-    do = _normal(shape.B, shape.H, shape.T, shape.D, generator=generator)
+    v = _normal(shape.B, shape.G, shape.T, shape.dims[1], generator=generator).bfloat16()
+    do = _normal(shape.B, shape.H, shape.T, shape.dims[1], generator=generator)
     q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
     return Inputs(q, k, v, do, 1 / math.sqrt(shape.D), causal)

@@ -297,6 +297,8 @@ def _te() -> Call:
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         B, H, T, D = q.shape
+        if v.shape[3] != D:
+            raise NotImplementedError("values of another head dim: not tried here")
         mask = "causal" if causal else "no_mask"
         settings = {"attention_dropout": 0.0, "qkv_format": "bshd", "attn_mask_type": mask, "softmax_scale": scale}
         module = DotProductAttention(H, D, num_gqa_groups=k.shape[1], **settings)

@@ -1,4 +1,4 @@
-"""What is measured of a kernel from outside. Legend: B batch, H query heads, T length, D head dim."""
+"""What is measured of a kernel from outside. Legend: B batch, H query heads, T length, D head dim, DV that of v, o and dO."""
 
 import contextlib
 import functools
@@ -329,10 +329,10 @@ def leaks(call: Call, p: Inputs) -> dict[str, float]:
         hidden = max(hidden, *(_largest(x.masked_fill(seen, 0)) for x in (dk, dv)))
         dq[:, :, rows] = 0
         idle = max(idle, _largest(dq))
-    (B, G, _, D), n = p.v.shape, p.q.shape[1] // p.v.shape[1]
+    (B, G, _, DV), n = p.v.shape, p.q.shape[1] // p.v.shape[1]
     visible = p.visible().to(p.v.dtype).expand(B, 1, T, T)
     # Of more rows than features the last, as a partial tile is there.
-    own = T - 1 - torch.arange(B * G * D, device=visible.device).view(B, G, D) % T
+    own = T - 1 - torch.arange(B * G * DV, device=visible.device).view(B, G, DV) % T
     sequence = torch.arange(B, device=visible.device)[:, None, None]
     v, do = (
         x * (1 - edge[sequence, 0, own].mT).repeat_interleave(m, 1)
@@ -464,9 +464,10 @@ def _saying(where: str) -> Iterator[None]:
 
 def _packed(call: Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """q and v as slices of one tensor, as a fused projection makes them: with an offset. k as one of a wider tensor: in other strides."""
-    heads = k.shape[1], q.shape[1], v.shape[1]
-    _, q, v = _turned(torch.cat((k, q, v), 1)).split(heads, 1)
-    return call(q, k.repeat(2, 1, 1, 2)[: len(k), ..., : k.shape[-1]], v, *rest)
+    heads, D, DV = (k.shape[1], q.shape[1], v.shape[1]), k.shape[-1], v.shape[-1]
+    wide = [torch.nn.functional.pad(x, (0, max(D, DV) - x.shape[-1]), value=1.0) for x in (k, q, v)]
+    _, q, v = _turned(torch.cat(wide, 1)).split(heads, 1)
+    return call(q[..., :D], k.repeat(2, 1, 1, 2)[: len(k), ..., :D], v[..., :DV], *rest)
 
 
 def _turned(x: Tensor) -> Tensor:

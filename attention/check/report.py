@@ -100,7 +100,7 @@ class Report:
         lines.append(LEGEND)
         lines += [f"  {case.name:{width}}  {_seen(case)}  {case.reason}".rstrip() for case in self.cases]
         lines += [f"  {name:{width}}  not tried   {why}" for name, why in self.not_tried.items()]
-        if self.shape.D > PACKAGED_DIM and any(case.name in PACKAGED for case in self.cases):
+        if max(self.shape.dims) > PACKAGED_DIM and any(case.name in PACKAGED for case in self.cases):
             lines.append(f"  captured_*: of head dim {PACKAGED_DIM}, padded with zeros; the scale stays")
         raised = [case for case in self.cases if case.verdict == judge.UNVERIFIED]
         judged = [case for case in self.cases if case not in raised]
@@ -151,7 +151,7 @@ class Report:
         sizes = (
             ""
             if case.name.endswith(".zip")
-            else "".join(f" --{name} {size}" for name, size in asdict(self.shape).items())
+            else "".join(f" --{name} {size}" for name, size in self.shape.sizes().items())
         )
         sizes += " --no-causal" * (not self.causal)
         command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
@@ -192,7 +192,7 @@ def side_by_side(a: Report, b: Report) -> str:
 
 def table(reports: Sequence[Report]) -> str:
     shapes = [told_shape(report.cases[0], report) if report.cases else report.shape for report in reports]
-    alike = len({replace(shape, D=0) for shape in shapes}) < 2
+    alike = len({replace(shape, D=0, DV=None) for shape in shapes}) < 2
     lines = [
         f"| kernel | {'head dim' if alike else 'shape'} | verdict | rows of dS | dQ / plain | one-hot rows right to | same bits |",
         "| --- | ---: | --- | ---: | ---: | ---: | --- |",
@@ -211,9 +211,8 @@ def table(reports: Sequence[Report]) -> str:
         if {case.verdict for case in report.cases} == {judge.UNVERIFIED}:
             found = [report.cases[0].reason[:80].replace("|", "\\|")]  # a bar would end the cell
         verdict = ": ".join([report.verdict, *[", ".join(found)] * bool(found)])
-        lines.append(
-            f"| `{report.kernel}` | {shape.D if alike else shape} | {verdict} | {' | '.join(shown)} | {bits} |"
-        )
+        dims = f"{shape.D}, V {shape.DV}" if shape.DV else shape.D
+        lines.append(f"| `{report.kernel}` | {dims if alike else shape} | {verdict} | {' | '.join(shown)} | {bits} |")
     return "\n".join(lines)
 
 
@@ -232,12 +231,13 @@ def csv_of(reports: Sequence[Report]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = ("head_dim", "batch", "heads", "key_heads", "length")
-    writer.writerow(["kernel", *names, "class", "verdict", *COLUMNS, "reason"])
+    unequal = any(report.shape.DV for report in reports)
+    writer.writerow(["kernel", *names, *["value_dim"] * unequal, "class", "verdict", *COLUMNS, "reason"])
     for report in reports:
         for case in report.cases:
             numbers = [f"{case.measures[name]:.3g}" if name in case.measures else "" for name in COLUMNS]
             shape = told_shape(case, report)
-            sizes = (shape.D, shape.B, shape.H, shape.G, shape.T)
+            sizes = (shape.D, shape.B, shape.H, shape.G, shape.T, *shape.dims[1:] * unequal)
             writer.writerow([report.kernel, *sizes, case.name, case.verdict, *numbers, case.reason])
     return text.getvalue()
 
@@ -303,7 +303,7 @@ def check_attention(
             if name in OF_CAUSAL and not causal:
                 not_tried[name] = "it is of a causal mask"
                 continue
-            if name in PACKAGED and asked.D < PACKAGED_DIM:
+            if name in PACKAGED and min(asked.dims) < PACKAGED_DIM:
                 not_tried[name] = f"it has head dim {PACKAGED_DIM}"
                 continue
             try:
