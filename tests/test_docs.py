@@ -19,6 +19,8 @@ from torch.nn import functional
 
 import attention
 import config
+from attention.check import Shape, check_attention, make
+from attention.check.measures import plain
 from attention.numerics import SITES
 from attention.readme import written
 
@@ -49,6 +51,48 @@ def test_python_examples_of_attention_run() -> None:
     assert examples
     for example in examples:
         exec(compile(example, str(ATTENTION), "exec"), {})
+
+
+def dense_kernel(q: Any, k: Any, v: Any, *, causal: bool, softmax_scale: float) -> tuple[Any, str]:
+    return plain(*(x.transpose(1, 2) for x in (q, k, v)), causal, softmax_scale).transpose(1, 2), "lse"
+
+
+def packed_kernel(q: Any, k: Any, v: Any, cu_seqlens: Any, *, softmax_scale: float) -> Any:
+    """q [tokens, H, D], k [tokens, G, D], v [tokens, G, DV], cu_seqlens int32 [B + 1]."""
+    ends = cu_seqlens[1:-1].tolist()
+    each = zip(*(x[None].tensor_split(ends, 1) for x in (q, k, v)), strict=True)
+    return torch.cat([dense_kernel(*qkv, causal=True, softmax_scale=softmax_scale)[0][0] for qkv in each])
+
+
+def adapters() -> dict[str, Any]:
+    names: dict[str, Any] = {"torch": torch, "dense_kernel": dense_kernel, "packed_kernel": packed_kernel}
+    for example in blocks(ROOT / "docs" / "kernels.md", "python"):
+        if "\ndef " in f"\n{example}":
+            exec(example, names)
+    return names
+
+
+@pytest.mark.parametrize(("name", "raises"), [("attention", []), ("packed", ["full", "window", "float_mask"])])
+def test_adapters_of_the_page_on_kernels_are_safe_or_raise(name: str, raises: list[str]) -> None:
+    classes = ("common_part", "grouped", "repeatability", *raises)
+    report = check_attention(adapters()[name], device="cpu", shape=Shape(T=64, D=48, DV=32), classes=classes)
+    assert [case.name for case in report.cases if case.verdict != "safe"] == raises
+    assert all("NotImplementedError: more than causal" in case.reason for case in report.cases[3:])
+
+
+def test_the_adapter_of_packed_sequences_takes_padding() -> None:
+    p = make("padding", Shape(T=64, D=48, DV=32), torch.float32, "cpu")
+    visible = p.visible()
+    o = adapters()["packed"](p.q, p.k, p.v, visible, scale=p.scale)
+    expected = functional.scaled_dot_product_attention(p.q, p.k, p.v, visible, scale=p.scale)
+    torch.testing.assert_close(o, expected * visible.diagonal(dim1=-2, dim2=-1)[..., None])
+
+
+def test_a_window_has_the_form_and_width_that_the_page_on_kernels_says() -> None:
+    p = make("window", Shape(T=64), torch.float32, "cpu")
+    B, _, T, _ = p.q.shape
+    near = torch.ones(B, 1, T, T).tril().triu(-(T // 4)).bool()
+    assert torch.equal(p.visible(), near)
 
 
 PAGE, DIAGNOSIS = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "diagnosis.md"
