@@ -77,6 +77,8 @@ class _Tiled(torch.autograd.Function):
         p_bar = p.to(q.dtype).float()
         if fault == "P rounded down":
             p_bar = (p.view(torch.int32) & -65536).view(torch.float32)
+        if fault == "P in FP8":
+            p_bar = p.to(torch.float8_e4m3fn).float()
         total = (p_bar if fault == "P rounded before its sum" else p).sum(-1, keepdim=True)
         o = p_bar @ values.float() / total
         weights = p / total
@@ -156,6 +158,10 @@ def test_a_head_dim_of_values_that_is_the_others_is_none_of_its_own() -> None:
 
 def causal_only(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
     return torchs(query, key, value, is_causal=True, scale=scale)
+
+
+def takes_v_in_fp8(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return tiled()(q, k, v + (v.to(torch.float8_e4m3fn).to(v.dtype) - v).detach(), *rest)
 
 
 def blind_tail(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
@@ -415,6 +421,8 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (lambda *call: plain(*call) * (1 - 2.0**-7), "one_hot", "at risk", "one-hot: O is off from V by 7."),
     (tiled("P rounded down"), "common_part", "at risk", "rounded to one side"),
     (tiled("lse in BF16"), "peaked_100", "wrong", ""),
+    (tiled("P in FP8"), "gaussian", "wrong", "errors: o has "),
+    (takes_v_in_fp8, "gaussian", "wrong", "errors: "),
     (tiled("scale ignored"), "scale", "wrong", ""),
     (causal_only, "padding", "wrong", ""),
     (causal_only, "window", "wrong", ""),

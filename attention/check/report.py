@@ -45,7 +45,8 @@ LEGEND = (
 NEXT = "next: mend it, take flash_consistent, or train with it under watch() and beside a control, as scripts/crash_run.py of a clone does"
 LIMITS = (
     "A verdict on roundings, not a proof: 'at risk' is the pattern of kernels whose runs explode here, at BF16 and GPT-2's size; 'safe' is "
-    "the absence of the patterns that we know."
+    "the absence of the patterns that we know. It says nothing of dropout, soft-caps, sinks, the gradient of the log-sum-exp, or unequal "
+    "lengths that are packed without a mask."
 )
 
 
