@@ -1,10 +1,11 @@
-"""Attention of Hugging Face models with the roundings chosen by name, by transformers' registries (>= 4.54)."""
+"""Attention of Hugging Face models with the roundings chosen by name, by transformers' registries (>= 4.56)."""
 
 import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from . import huggingface_models
 from .functional import scaled_dot_product_attention, spec_of, stochastic
@@ -19,13 +20,17 @@ def register(numerics: str | AttentionSpec = RECOMMENDED, name: str = "low_preci
     Then ``model.set_attn_implementation(name)``, or ``attn_implementation=name`` where a model is made. Several may be registered, each
     under a name of its own. Single-token decoding runs in the same kernels. Raises ``ValueError`` for a name that other numerics or another
     attention of transformers have (models look it up at each call), for one with "flash" in it, which transformers takes for a
-    flash-attention package, and for numerics that are unknown or draw at random.
+    flash-attention package, for numerics that are unknown or draw at random, and for transformers before 4.56.
 
     A model whose attention code is its own, and never calls ours, raises ``ValueError`` when it is made, switched or (if made after this)
     called; so does one that a dict of names leaves without ours.
     A model's call raises it for what ``scaled_dot_product_attention`` refuses, attention dropout above all, and for each keyword that
     is not known to be harmless: position biases, indices of sparse attention, paged caches, ``output_attentions``.
     """
+    import transformers
+
+    version = transformers.__version__
+    refuse(TorchVersion(version) < "4.56", f"transformers = {version}: expected 4.56 or newer")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     plain = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.huggingface import register
 
-transformers = pytest.importorskip("transformers", minversion="4.54")
+transformers = pytest.importorskip("transformers", minversion="4.56")
 
 LENGTH = 24
 WINDOW = 8
@@ -149,6 +149,14 @@ def test_compiled_in_one_graph_or_checkpointed_it_gives_the_same_bits(how: str, 
     else:
         changed.gradient_checkpointing_enable({"use_reentrant": False})
     assert torch.equal(loss_and_gradients(changed, batch(case)), loss_and_gradients(plain, batch(case)))
+
+
+def test_a_transformers_too_old_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "4.55.4")
+    with pytest.raises(
+        ValueError, match=r"^low-precision attention: transformers = 4\.55\.4: expected 4\.56 or newer$"
+    ):
+        register()
 
 
 def test_a_name_keeps_its_numerics(ours: str) -> None:
