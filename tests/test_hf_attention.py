@@ -113,6 +113,8 @@ def test_generation_with_a_cache(family: str, cache: str, ours: str, device: tor
     """Two prompts, one padded on the left; more tokens than the window holds."""
     if cache == "static" and family == "GPT2":
         pytest.skip("GPT-2 has no static cache")
+    if cache == "static" and family == "DeepseekV3" and int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("transformers 4 takes V to be as wide as K there")
     if cache == "static" and device.type == "cuda" and family != "Llama":
         pytest.skip("transformers compiles it there, which one family shows")
     inputs = {name: x[:, :12].to(device) for name, x in batch("left").items() if name != "labels"}

@@ -215,11 +215,11 @@ def test_a_keyword_that_changes_nothing_is_taken(others: dict[str, Any]) -> None
 
 
 def test_the_setting_that_makes_attention_dropout_is_named() -> None:
-    """Of BERT, whose key is another one, and which has a second dropout that is not of attention."""
-    sizes = SIZES | {"attention_probs_dropout_prob": 0.25, "hidden_dropout_prob": 0.25}
-    model = transformers.BertModel._from_config(transformers.BertConfig(**sizes), attn_implementation=OURS)
+    """Of ViT, whose key is another one, and which has a second dropout that is not of attention."""
+    sizes = {"image_size": 16, "patch_size": 8, "attention_probs_dropout_prob": 0.25, "hidden_dropout_prob": 0.25}
+    model = transformers.ViTModel._from_config(transformers.ViTConfig(**SMALL, **sizes), attn_implementation=OURS)
     with pytest.raises(ValueError, match="load the model with attention_probs_dropout_prob=0; changing the config"):
-        model.train()(torch.zeros(1, 4, dtype=torch.int64))
+        model.train()(torch.zeros(1, 3, 16, 16))
 
 
 def test_fewer_causal_queries_than_keys_without_a_mask_are_the_last_ones() -> None:

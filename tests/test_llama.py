@@ -31,7 +31,7 @@ def make(**changes: Any) -> GPT:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_and_gradients_are_those_of_a_hugging_face_llama(tied: bool) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.0")  # rope_parameters
     ours = make(**LLAMA, tie_embeddings=tied, rotary_base=500.0)
     sizes = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
