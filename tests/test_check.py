@@ -188,6 +188,23 @@ def adds_the_lowest_number(
     return s.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
 
 
+def unpads(o: float = 0, dk: float = 0) -> Callable[..., Tensor]:
+    """As kernels of packed sequences do. ``o``: O of queries behind a sequence's end; ``dk``: that of keys there."""
+
+    def call(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
+        T = query.shape[2]
+        lengths = attn_mask[:, 0, -1].sum(-1).tolist()
+        there = torch.arange(T) < torch.tensor(lengths)[:, None, None]
+        key.register_hook(lambda gradient: gradient.masked_fill(~there[..., None], dk))
+        each = [
+            torchs(*(x[b : b + 1, :, :n] for x in (query, key, value)), is_causal=True, scale=scale)
+            for b, n in enumerate(lengths)
+        ]
+        return torch.cat([nn.functional.pad(x, (0, 0, 0, T - x.shape[2]), value=o) for x in each])
+
+    return call
+
+
 def gets_its_mask(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
         return torchs(query, key, value, change(attn_mask, key), is_causal=is_causal, scale=scale)
@@ -404,6 +421,11 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("mask of the partial tile off by one"), "odd_length", "wrong", "O or dV reads what is masked"),
     (with_keys_of_zeros, "full", "wrong", ""),
     (blind_tail, "padding", "wrong", "mask: "),
+    (unpads(), "padding", "safe", ""),
+    (unpads(), "low_masked", "safe", ""),
+    (unpads(o=1e3), "padding", "safe", ""),
+    (unpads(o=math.nan), "padding", "wrong", "not finite: o"),
+    (unpads(dk=1e-9), "padding", "wrong", "mask: dK or dV of keys that are masked is not 0"),
     (blind_tail, "window", "wrong", "mask: "),
     (no_keys(math.nan, 1), "no_keys", "at risk", "NaN in rows without keys: in O"),
     (no_keys(math.nan, math.nan), "no_keys", "at risk", "NaN in rows without keys: in O and, "),
@@ -424,7 +446,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("P in FP8"), "gaussian", "wrong", "errors: o has "),
     (takes_v_in_fp8, "gaussian", "wrong", "errors: "),
     (tiled("scale ignored"), "scale", "wrong", ""),
-    (causal_only, "padding", "wrong", ""),
+    (causal_only, "padding", "safe", ""),  # it hides from a query that is read what is behind the end, too
     (causal_only, "window", "wrong", ""),
     (spoiled(lambda _, do, *g: [x * (2 - do.is_contiguous()) for x in g]), *R, "other strides"),
     (

@@ -46,6 +46,10 @@ class Mask(NamedTuple):
             return self.visible
         return torch.zeros_like(self.visible, dtype=self.dtype).masked_fill(~self.visible, -math.inf)
 
+    def unread(self) -> Tensor:
+        """Queries behind a sequence's end, bool [B, 1, T, 1]: a mask hides their own keys, and nobody reads their O."""
+        return ~self.visible.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+
 
 @dataclass(frozen=True)
 class Inputs:

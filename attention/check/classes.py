@@ -235,7 +235,7 @@ CLASSES: dict[str, InputClass] = {
     ),
     "full": InputClass("no causal mask, which would hide what the last tile of that length lacks", _apart, _odd, causal=False),
     "padding": InputClass(
-        "keys behind a sequence's end, with large numbers, in that length: nobody may see them",
+        "keys behind a sequence's end, with large numbers, in that length: nobody may see them; O of queries there is not judged",
         # Logits pass 1e5, and an additive mask of -1e4 does not hide them. In FP16 they overflow where a right eager kernel rounds S,
         # and values of 1000 where it rounds dP.
         _garbage(lambda k: 6e4 * k.sign(), 1000), _odd, mask=_padding, make_fp16=_garbage(lambda k: 30 * k, 30),
@@ -281,6 +281,7 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
     q, k, v, do = change(normal, generator)
     mask = chosen.mask(shape) if chosen.mask else None
     if mask is not None:
+        do = do.masked_fill(mask.unread(), 0)
         mask = mask._replace(visible=mask.visible.to(device))
     scale = chosen.scale / math.sqrt(D)
     return _with_ones(Inputs(q, k, v, do, scale, chosen.causal and causal and mask is None, mask), dtype, device)

@@ -146,17 +146,20 @@ def accuracy(
     - ``bias_o``, ``bias_o_se``: mean of (O - exact) sign(exact) in units of 2^-9 |exact|, each cut at 4, and its standard error, as if
       elements were independent
 
+    O and dQ of queries behind a sequence's end count only where they are not finite.
+
     Raises ``OutOfRangeError`` where plain attention's own numbers are not finite or a row of them is off, or the exact ones have no size.
     """
     p = make(name, shape, dtype, device, causal)
-    base, (expected, sizes, row_size) = run(plain, p), exact(p)
+    base, (expected, sizes, row_size) = _read(p, run(plain, p)), exact(p)
+    expected, sizes = _read(p, expected), _read(p, sizes)
     for x, b, e, size in zip(NAMES, base, expected, sizes, strict=True):
         if not e.any():
             raise OutOfRangeError(f"{x} is 0 in exact arithmetic")
         if not (worst := _worst_row(b, e, size)) <= SIZE_WRONG:
             seen = f"has a row that is off by {worst:.1e} of its size" if math.isfinite(worst) else "is not finite"
             raise OutOfRangeError(f"in {str(dtype).removeprefix('torch.')} {x} of plain attention {seen}")
-    found = run(call, p)
+    found = _read(p, run(call, p))
     # Products of 16-bit numbers are often exact in plain attention: it is held to no less than FP32's rounding of the largest logit, as
     # kernels that use exp2 have. In BF16 the rounding of P is larger.
     measures = {"largest_logit": _largest_logit(p)}
@@ -175,7 +178,7 @@ def accuracy(
         q, k, v = (x.transpose(1, 2).contiguous() for x in (p.q, p.k, p.v))
         with contextlib.suppress(Exception):  # a foreign kernel's
             measures["layout_off"] = off(expected[:1], [forward(call, replace(p, q=q, k=k, v=v)).transpose(1, 2)])
-    eagers = [run(functools.partial(plain, rounds_s=where), p) for where in ("after", "before")]
+    eagers = [_read(p, run(functools.partial(plain, rounds_s=where), p)) for where in ("after", "before")]
     distances = [((found[0].double() - eager[0].double()).norm() / expected[0].norm()).item() for eager in eagers]
     eager = eagers[distances[1] < distances[0]]
     measures["from_eager_o"] = min(distances)
@@ -193,6 +196,14 @@ def accuracy(
     unit = 2.0**-9 * expected[0].abs().clamp(min=1e-300)
     bias = ((found[0].double() - expected[0]) * expected[0].sign() / unit).clamp(-4, 4)
     return measures | {"bias_o": bias.mean().item(), "bias_o_se": (bias.std() / bias.numel() ** 0.5).item()}  # fmt: skip
+
+
+def _read(p: Inputs, results: Results) -> Results:
+    """O and dQ become 0 in queries that nobody reads, unless they are not finite there, which spreads; dK and dV stay."""
+    if p.mask is None:
+        return results
+    o, dq, *of_keys = results
+    return *(x.masked_fill(p.mask.unread() & x.isfinite(), 0) for x in (o, dq)), *of_keys
 
 
 def _largest_logit(p: Inputs) -> float:
@@ -338,7 +349,7 @@ def leaks(call: Call, p: Inputs) -> dict[str, float]:
         x * (1 - edge[sequence, 0, own].mT).repeat_interleave(m, 1)
         for x, edge, m in ((p.v, visible, 1), (p.do, visible.mT, n))
     )
-    o, _, _, dv = run(call, replace(p, v=v, do=do))
+    o, _, _, dv = _read(p, run(call, replace(p, v=v, do=do)))
     reach_o = visible.float() @ v.abs().float().repeat_interleave(n, 1)
     reach_dv = (visible.mT.float() @ do.abs().float()).unflatten(1, (-1, n)).sum(2)
     passed = max(_largest(x.masked_fill(reach > 0, 0)) for x, reach in ((o, reach_o), (dv, reach_dv)))
