@@ -793,12 +793,22 @@ def heads_alike(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> 
     return plain(q, k, v, causal, scale)
 
 
-def test_a_class_that_a_kernel_is_not_for_is_judged_where_it_runs() -> None:
+def test_a_class_that_a_kernel_may_raise_in_is_judged_where_it_runs() -> None:
     def wrong(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         return plain(q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v)), causal, scale)
 
-    report = check_attention(wrong, device="cpu", shape=SMALL, classes=("gaussian", "grouped"), without="grouped")
+    report = check_attention(wrong, device="cpu", shape=SMALL, classes=("gaussian", "grouped"), may_raise="grouped")
     assert [case.verdict for case in report.cases] == ["safe", "wrong"]
+
+
+def test_a_class_that_is_left_out_is_not_run_and_the_verdict_names_it() -> None:
+    called: list[str] = []
+    classes = ("gaussian", "repeatability")
+    options: dict[str, Any] = {"device": "cpu", "shape": SMALL, "classes": classes, "progress": called.append}
+    report = check_attention("torch:math", without="repeatability", **options)
+    assert called == ["gaussian"]
+    told = f"verdict: safe (1 of {len(reasons())} classes tried; left out: repeatability)\n"
+    assert told in report.text()
 
 
 def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -899,10 +909,10 @@ def test_a_kernel_without_grouped_heads_can_exit_with_0(
     classes = ("--class", "mask_edges", "--class", "grouped")
     assert main([f"{__name__}:heads_alike", "--device", "cpu", "--T", "64", *classes, *options]) == code
     told = capsys.readouterr().out
-    assert f"(1 of {len(reasons())} classes tried)" in told
+    assert f"(1 of {len(reasons())} classes tried{'; left out: grouped' * (code == 0)})" in told
     assert ("not judged: grouped (NotImplementedError)\n" in told) == ("--without grouped\n" in told) == (code == 3)
     reason = "NotImplementedError: no grouped heads (k and v have 3 heads, q 9)"
-    assert (f"not tried   it is not for this: {reason}" in told) == (code == 0)
+    assert (f"grouped     unverified                              {reason}" in told) == (code == 3)
 
 
 good = tiled()

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     more: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--class", dest="classes", choices=reasons(), help="only this; may be repeated", **more)
     parser.add_argument("--inputs", metavar="FILE.zip", help="only this, of capture(); may be repeated", **more)
-    not_for = "the kernel is not for this (such as grouped): not tried where it raises; may be repeated"
+    not_for = "leave this out, as the kernel is not for it (such as grouped); may be repeated"
     parser.add_argument("--without", metavar="CLASS", choices=reasons(), help=not_for, **more)
     not_causal = "for a kernel without a causal mask: classes have none"
     parser.add_argument("--no-causal", dest="causal", action="store_false", help=not_causal)
@@ -139,7 +139,8 @@ def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
     classes = QUICK if quick else asked
     chosen: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "shape": shape, "classes": classes}
     chosen["causal"] = options.causal
-    chosen["without"] = [*options.without, *(("grouped", *MASKED) if quick else ())]
+    chosen["without"] = options.without
+    chosen["may_raise"] = ("grouped", *MASKED) if quick else ()
     if sys.stderr.isatty():
         chosen["progress"] = lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr)
     return check_attention(name, **chosen)

@@ -105,7 +105,7 @@ def _grouped(s: Shape) -> Shape:
 def even(name: str, shape: Shape) -> Shape:
     """``shape`` for a kernel that is not for ``odd_length``: what gives the other classes of that length T itself."""
     is_odd = name in CLASSES and CLASSES[name].shape is _odd
-    return replace(shape, T=shape.T - ODD) if is_odd and name != "odd_length" else shape
+    return replace(shape, T=shape.T - ODD) if is_odd else shape
 
 
 _normal = functools.partial(torch.randn, dtype=torch.float32, device="cpu")

@@ -72,8 +72,10 @@ class Report:
     environment: dict[str, str]
     cases: tuple[Case, ...]
     not_tried: dict[str, str]
-    """Classes that say nothing of this kernel in this dtype, and why."""
+    """Classes that say nothing of this kernel in this dtype, or were left out, and why."""
     causal: bool = True
+    without: tuple[str, ...] = ()
+    """Classes that were to be left out."""
 
     @property
     def verdict(self) -> str:
@@ -109,6 +111,8 @@ class Report:
         found += [f"not judged: {', '.join(names)} ({site})" for site, names in reasons_of(raised).items()]
         tried = sum(case.name in KNOWN_CLASSES for case in judged)
         own = f", {len(judged) - tried} of your own" * (tried < len(judged))
+        left = [name for name in self.not_tried if name in self.without]
+        own += f"; left out: {', '.join(left)}" * bool(left)
         among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried{own})" if tried < len(KNOWN_CLASSES) else ""
         lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{'; '.join(found)}")
         if judged and all(case.name in NOT_CAUSAL for case in judged) and {case.name for case in raised} >= DECISIVE:
@@ -251,6 +255,7 @@ def check_attention(
     shape: Shape | None = None,
     classes: str | Sequence[str] = (),
     without: str | Sequence[str] = (),
+    may_raise: str | Sequence[str] = (),
     causal: bool = True,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
@@ -261,14 +266,16 @@ def check_attention(
         device: "cuda" where there is one, else "cpu".
         dtype: of q, k, v: bf16, fp16 or fp32.
         classes: their names, and paths of files of captured inputs, which end in .zip.
-        without: classes that the kernel is not for, as "grouped": where it raises there, they are not tried; else they are judged.
+        without: classes to leave out, as "grouped", which the kernel is not for; the verdict's line names them. Without "odd_length"
+            others of that length have an even one.
+        may_raise: classes that are not tried where the kernel raises there; else they are judged.
         causal: False for a kernel without a causal mask: classes have none, and those that are of one are not tried.
         shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
         progress: told the name of each class before it runs.
 
     Raises ``UserError`` for unknown names, small shapes and what ``kernels.find`` refuses. What a kernel raises makes a case unverified.
     """
-    classes, without = ((x,) if isinstance(x, str) else tuple(x) for x in (classes, without))
+    classes, without, may_raise = ((x,) if isinstance(x, str) else tuple(x) for x in (classes, without, may_raise))
     if dtype not in DTYPES:
         raise invalid("dtype", dtype, tuple(DTYPES))
     for name in classes:
@@ -276,9 +283,9 @@ def check_attention(
             captured(name)
         elif name not in KNOWN_CLASSES:
             raise invalid("class", name, KNOWN_CLASSES)
-    for name in without:
-        if name not in KNOWN_CLASSES:
-            raise invalid("without", name, KNOWN_CLASSES)
+    for what, names in (("without", without), ("may_raise", may_raise)):
+        if unknown := [name for name in names if name not in KNOWN_CLASSES]:
+            raise invalid(what, unknown[0], KNOWN_CLASSES)
     found = find(kernel)
     there = device_of(device)
     asked = Shape(T=LENGTHS[there.type]) if shape is None else shape
@@ -297,6 +304,9 @@ def check_attention(
     threads = one_thread() if there.type == "cpu" else contextlib.nullcontext()
     with torch.inference_mode(False), torch.autocast(there.type, enabled=False), threads:
         for name in classes or KNOWN_CLASSES:
+            if name in without:
+                not_tried[name] = "it is left out"
+                continue
             progress(name)
             if not classes and name in MASKED and not found.masks:
                 not_tried[name] = "it has no argument attn_mask"
@@ -308,20 +318,19 @@ def check_attention(
                 not_tried[name] = f"it has head dim {PACKAGED_DIM}"
                 continue
             try:
-                case = _case(found, name, asked, DTYPES[dtype], there, causal)
-                if case.verdict == judge.UNVERIFIED and "odd_length" in without and even(name, asked) != asked:
-                    case = _case(found, name, even(name, asked), DTYPES[dtype], there, causal)
+                chosen = even(name, asked) if "odd_length" in without else asked
+                case = _case(found, name, chosen, DTYPES[dtype], there, causal)
             except measures.OutOfRangeError as error:
                 not_tried[name] = str(error)
                 continue
             if name == "grouped" and case.verdict == judge.UNVERIFIED and asked.G == asked.H and found.call:
                 case = replace(case, reason=f"{case.reason} (k and v have {case.shape.G} heads, q {case.shape.H})")
-            if name in without and case.verdict == judge.UNVERIFIED:
+            if name in may_raise and case.verdict == judge.UNVERIFIED:
                 not_tried[name] = f"it is not for this: {case.reason}"
             else:
                 cases.append(case)
         seen = environment(there) | {"kernel": identity(found.name)}
-    return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried, causal)
+    return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried, causal, without)
 
 
 @contextlib.contextmanager
