@@ -102,9 +102,13 @@ def _grouped(s: Shape) -> Shape:
     return replace(s, H=G * (n if n > 1 else 3), G=G)
 
 
+ALSO_ODD = ("one_hot", "last_key")
+"""Classes of ``measures.py`` in the shape of ``odd_length``."""
+
+
 def even(name: str, shape: Shape) -> Shape:
     """``shape`` for a kernel that is not for ``odd_length``: what gives the other classes of that length T itself."""
-    is_odd = name in CLASSES and CLASSES[name].shape is _odd
+    is_odd = name in ALSO_ODD or (name in CLASSES and CLASSES[name].shape is _odd)
     return replace(shape, T=shape.T - ODD) if is_odd else shape
 
 

@@ -20,7 +20,7 @@ from ..presets import PRESETS, unaliased
 from ..user_error import invalid
 from ..watching.log import strict
 from . import judge, measures
-from .classes import CLASSES, PACKAGED_DIM, Shape, captured, even, make, require_shape, shape_of
+from .classes import ALSO_ODD, CLASSES, PACKAGED_DIM, Shape, captured, even, make, require_shape, shape_of
 from .kernels import Kernel, find, first_calls, identity, told, versions
 
 SCHEMA = 6
@@ -158,10 +158,11 @@ class Report:
             if case.name.endswith(".zip")
             else "".join(f" --{name} {size}" for name, size in self.shape.sizes().items())
         )
-        sizes += " --no-causal" * (not self.causal)
+        sizes += " --no-causal" * (not self.causal) + " --without odd_length" * ("odd_length" in self.without)
+        shape = even(case.name, self.shape) if "odd_length" in self.without else self.shape
         command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
         more = ", causal=False" * (not self.causal and case.name not in MASKED)
-        given = f'"{case.name}", {__package__}.{self.shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
+        given = f'"{case.name}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
         how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), "
         how += f"dQ over multiples of dO: {__package__}.measures.row_sums"
         if case.name in measures.OWN:
@@ -352,7 +353,8 @@ def device_of(name: str | None) -> torch.device:
 
 
 def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool) -> Case:
-    used = shape if name in measures.OWN else shape_of(name, shape)
+    like = "odd_length" if name in ALSO_ODD else name
+    used = shape if like in measures.OWN else shape_of(like, shape)
     if kernel.call is None:
         return Case(name, used, judge.UNVERIFIED, kernel.missing, {})
     try:
