@@ -423,8 +423,9 @@ def repeatability(
 ) -> dict[str, float]:
     """1 or 0: the same bits in five calls with other work on the device between and beside them, alone as in a batch, in other strides.
 
-    ``alone_off``, ``strides_off``, ``do_strides_off``: the largest relative difference of O, dQ, dK, dV then; the last where only dO has
-    other strides than in the call before: [B, T, H, D] in memory, or strides of 0, as of ``o.sum()``, ``o.mean(2)`` and ``o.mean(0)``.
+    ``again_off``, ``alone_off``, ``strides_off``, ``do_strides_off``: the largest relative difference of O, dQ, dK, dV then; the last
+    where only dO has other strides than in the call before: [B, T, H, D] in memory, or strides of 0, as of ``o.sum()``, ``o.mean(2)`` and
+    ``o.mean(0)``.
     ``between_off``: of dQ, dK, dV where another forward pass comes before the backward pass, as that of the next layer; ``some_off``:
     where q alone or k and v alone need a gradient.
     """
@@ -455,6 +456,7 @@ def repeatability(
         "deterministic": float(all(same(first, other) for other in again)),
         "batch_invariant": float(same(in_batch, alone)),
         "strides": float(same(first, turned)),
+        "again_off": max(off(first, other) for other in again),
         "alone_off": off(in_batch, alone),
         "strides_off": off(first, turned),
         "between_off": off(first[1:], backwards[1:]),

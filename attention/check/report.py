@@ -52,7 +52,7 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One class of inputs in one shape; ``reason`` says what was seen, or why nothing could be."""
+    """One class of inputs in one shape; ``reason`` says what was seen, of a safe case too if it is of note, or why nothing could be."""
 
     name: str
     shape: Shape
@@ -115,6 +115,7 @@ class Report:
         own += f"; left out: {', '.join(left)}" * bool(left)
         among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried{own})" if tried < len(KNOWN_CLASSES) else ""
         lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{'; '.join(found)}")
+        lines += [f"note: {case.reason}" for case in judged if case.verdict == judge.SAFE and case.reason]
         if judged and all(case.name in NOT_CAUSAL for case in judged) and {case.name for case in raised} >= DECISIVE:
             lines.append("if the kernel has no causal mask: --no-causal")
         elif options := " ".join(f"--without {case.name}" for case in raised if case.name in KNOWN_CLASSES):
@@ -173,10 +174,10 @@ class Report:
 
 
 def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
-    """Classes by the beginnings of their reasons."""
+    """Classes that are not safe by the beginnings of their reasons."""
     found: dict[str, list[str]] = {}
     for case in cases:
-        if case.reason:
+        if case.reason and case.verdict != judge.SAFE:
             found.setdefault(case.reason.partition(": ")[0], []).append(case.name)
     return found
 
