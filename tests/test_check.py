@@ -834,7 +834,7 @@ def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("shape", "classes", "forms"), [(Shape(T=512, D=8), QUICK, 9), (Shape(T=64), (), 13)], ids=["quick", "full"]
+    ("shape", "classes", "forms"), [(Shape(T=512, D=8), QUICK, 10), (Shape(T=64), (), 13)], ids=["quick", "full"]
 )
 def test_a_compiled_kernel_is_compiled_few_times(shape: Shape, classes: Any, forms: int) -> None:
     """Each form of its operands is seconds on a GPU, where 512 is the length of --quick, and that of captured inputs."""
@@ -962,6 +962,12 @@ def takes_no_mask(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any 
 def test_quick_is_safe_for_a_kernel_without_masks_or_groups(kernel: str, options: tuple[str, ...], code: int) -> None:
     quick = (f"{__name__}:{kernel}", "--device", "cpu", "--quick", "--T", "96", "--D", "32")
     assert main([*quick, *options]) == code
+
+
+@pytest.mark.parametrize("fault", ["mask of the partial tile off by one", "dK and dV added in BF16"])
+def test_quick_finds_leaks_within_a_tile_and_gradients_of_keys_that_are_added_in_16_bits(fault: str) -> None:
+    report = check_attention(tiled(fault), device="cpu", shape=SMALL, classes=QUICK, may_raise=QUICK)
+    assert report.verdict != "safe"
 
 
 def interrupted(*call: Any) -> Tensor:

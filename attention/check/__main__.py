@@ -108,8 +108,8 @@ def _written(reports: list[Report], options: argparse.Namespace) -> str:
 _SIZES = {"B": "batch", "H": "query heads", "G": "key heads", "T": "length", "D": "head dim"}
 _SIZES["DV"] = "head dim of v, o and dO, D unless given"
 QUICK = (
-    "gaussian", "common_part", "shared_direction", "peaked_1000", "grouped", "padding", "window", "scale",
-    "captured_growing", "one_hot", "mask_edges", "last_key", "repeatability",
+    "gaussian", "common_part", "shared_direction", "peaked_1000", "odd_length", "grouped", "padding", "window", "scale",
+    "captured_growing", "cancelling_queries", "one_hot", "mask_edges", "last_key", "repeatability",
 )  # fmt: skip
 
 
