@@ -397,6 +397,11 @@ def nan_where_dv_is_0(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return plain(q, k, v, *rest)
 
 
+def for_exp2(multiply: Callable[[Tensor, float], Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v, causal, scale: plain(multiply(q, scale / math.log(2)), k, v, causal, math.log(2))
+
+
+Q_ROUNDED = "as where q times its scale is rounded"
 CALLS = iter(range(1000))
 R = ("repeatability", "wrong")
 LAST_ROW, KEY_0 = torch.tensor([SMALL.T + 12]), torch.tensor([0])
@@ -482,6 +487,9 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     ("standard", "peaked_1000", "at risk", "scores: "),
     (lambda *call: plain(*call) * math.nan, "low", "wrong", "not finite: o"),
     (rounds_s(lambda g: g), "peaked_1000", "at risk", "scores: "),
+    (lambda q, k, v, causal, scale: plain(q * scale, k, v, causal, 1.0), "scale", "at risk", Q_ROUNDED),
+    (for_exp2(lambda q, factor: q * factor), "peaked_1000", "at risk", Q_ROUNDED),
+    (for_exp2(lambda q, factor: q * (factor * math.log(2)) / math.log(2)), "scale", "at risk", Q_ROUNDED),
     (rounds_s(lambda g: -g), "peaked_1000", "wrong", "dk"),
     (lambda *call: plain(*call) * (1 - 2.0**-6), "peaked_1000", "at risk", "errors: o has "),
 ]

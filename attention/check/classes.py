@@ -247,7 +247,10 @@ CLASSES: dict[str, InputClass] = {
     "window": InputClass(
         "a query sees the last quarter of keys only, in that length: the mask has two edges (arXiv 2004.05150)", shape=_odd, mask=_window
     ),
-    "scale": InputClass("a scale other than 1 / sqrt(head dim): is the argument followed?", scale=0.5),
+    "scale": InputClass(
+        "a scale other than 1 / sqrt(head dim), no power of two, and logits of 120: is the argument followed, and q times it not rounded?",
+        _peaked(200), scale=0.6,
+    ),
     "captured_early": InputClass("layer 1 of a run that explodes at 3,828 (experiments/one_wheel), at 1,000: no growth yet", packaged=True),
     "captured_growing": InputClass("the same layer at 3,700: its logits grow", packaged=True),
     "captured_late": InputClass("the same layer at 3,800: logits of 50,000, seven steps before the gradient norm jumps", packaged=True),

@@ -20,6 +20,12 @@ FACTORS = (1, 9, 10, 11, 12, 13, 14, 15)
 """Factors of dO. The rounding of dS differs from factor to factor; what delta and P leave in its rows does not."""
 ONE_HOT_LOGITS = (1e3, 1e4, 4.6e4, 1e5, 1e6, 2.0**21)
 """At the first no exponent is off, in FP16 either, where the FMA's is from 5,678 on."""
+SCALED_Q: dict[str, Callable[[float], tuple[float, ...]]] = {
+    "q for exp": lambda scale: (scale,),
+    "q for exp2": lambda scale: (scale / math.log(2),),
+    "q for exp2, in two steps": lambda scale: (scale, 1 / math.log(2)),
+}
+"""Factors of q, after each of which a kernel may round it to 16 bits."""
 
 Results = Sequence[Tensor]
 
@@ -85,8 +91,11 @@ def plain(
 ) -> Tensor:
     """The baseline, without tiles: softmax in FP32; P and dS in the dtype of v for their products, as any kernel has them.
 
-    ``rounds_s``: "after" or "before" its scale S, too, is rounded to the dtype of q; eager PyTorch in 16 bits does either.
+    ``rounds_s``: "after" or "before" its scale S, too, is rounded to the dtype of q; eager PyTorch in 16 bits does either. Or one of
+    ``SCALED_Q``: q times the scale is rounded, as kernels do that multiply q once in place of each tile of S.
     """
+    for factor in SCALED_Q[rounds_s](scale) if rounds_s in SCALED_Q else ():
+        q, scale = (q.float() * factor).to(q.dtype), scale / factor
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     s = q.float() @ k.float().mT
     if rounds_s == "before":
@@ -138,8 +147,9 @@ def accuracy(
       ``plain``, which in FP16 and FP32 counts as FP32's rounding of the largest logit at least; ``size_X``: over X's norm without
       cancellation; ``worst_X``: that of the worst row
     - ``layout_off``: where O has nothing to do with the right one, its error if all tensors are [B, T, H, D]
-    - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, whichever has its O nearer;
-      ``from_eager_o``: how far O is from that O, over ||exact||
+    - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, or q times the scale is,
+      whichever has its O nearest; ``eager_scales_q``: 1 where it is the last, or 0; ``from_eager_o``: how far O is from that O, over
+      ||exact||
     - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out;
       ``rows_raw``: of one pass; ``rows_mean``, ``rows_mean_se``: with sign, and its standard error
     - ``coherence``: share of dQ's squared error that lies along its leading direction, mean of heads
@@ -178,10 +188,12 @@ def accuracy(
         q, k, v = (x.transpose(1, 2).contiguous() for x in (p.q, p.k, p.v))
         with contextlib.suppress(Exception):  # a foreign kernel's
             measures["layout_off"] = off(expected[:1], [forward(call, replace(p, q=q, k=k, v=v)).transpose(1, 2)])
-    eagers = [_read(p, run(functools.partial(plain, rounds_s=where), p)) for where in ("after", "before")]
+    ways = ("after", "before", *(SCALED_Q if p.scale else ()))
+    eagers = [_read(p, run(functools.partial(plain, rounds_s=where), p)) for where in ways]
     distances = [((found[0].double() - eager[0].double()).norm() / expected[0].norm()).item() for eager in eagers]
-    eager = eagers[distances[1] < distances[0]]
-    measures["from_eager_o"] = min(distances)
+    nearest = min(range(len(ways)), key=distances.__getitem__)
+    eager = eagers[nearest]
+    measures |= {"from_eager_o": distances[nearest], "eager_scales_q": float(ways[nearest] in SCALED_Q)}
     for x, y, e in zip(NAMES, eager, expected, strict=True):
         if f"error_{x}" in measures:
             measures[f"eager_{x}"] = ((y.double() - e).norm() / e.norm()).item()
