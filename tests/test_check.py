@@ -412,6 +412,12 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("delta of the next row"), "gaussian", "wrong", ""),
     (spoiled(lambda _, __, dq, dk, dv: (1.02 * dq, dk, dv)), "gaussian", "wrong", "dq has 7 x plain's"),
     (spoiled(lambda _, __, dq, dk, dv: (dq, dk.index_copy(2, KEY_0, dk[:, :, :1] / 2), dv)), "gaussian", "wrong", "dk"),
+    (
+        spoiled(lambda _, __, dq, *g: (dq / math.log(2), *g)),
+        "gaussian",
+        "wrong",
+        "dq is off by 44 % of its size (1.44",
+    ),
     (cuts_o, "values_of_one_sign", "at risk", "rounded to one side"),
     (tiled("dQ added in BF16"), "cancelling_tiles", "at risk", ""),
     (tiled("dK and dV added in BF16"), "cancelling_queries", "at risk", "errors: dk has "),

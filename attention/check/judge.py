@@ -119,7 +119,9 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
         return WRONG, "errors: " + ", ".join(_off(x, found) for x in beyond)
     far = [x for x in own if found[f"ratio_{x}"] > WELL_CONDITIONED and name in EASY]
     if far:
-        return WRONG, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.0f} x plain's" for x in far)
+        return WRONG, "errors: " + ", ".join(
+            f"{x} has {found[f'ratio_{x}']:.0f} x plain's{_fit(x, found)}" for x in far
+        )
     lost = [x for x in own if x != "dq" and LOST < found[f"error_{x}"] < math.inf and found[f"ratio_{x}"] > FAR]
     if lost:
         return WRONG, "errors: " + ", ".join(_off(x, found) for x in lost)
@@ -135,20 +137,31 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
         return AT_RISK, f"delta or P: {what}{f'; {side}' * biased}"
     coarse = [x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK]
     if coarse:
-        return AT_RISK, "errors: " + ", ".join(f"{x} has {found[f'ratio_{x}']:.1f} x plain's" for x in coarse)
+        return AT_RISK, "errors: " + ", ".join(
+            f"{x} has {found[f'ratio_{x}']:.1f} x plain's{_fit(x, found)}" for x in coarse
+        )
     if biased and name == "values_of_one_sign":  # where keys are alike, so are roundings of P
         return AT_RISK, f"errors: {side}"
     return SAFE, ""
 
 
 def _off(x: str, found: dict[str, float]) -> str:
-    """The error of a tensor over its size, or, where it should be about 0, over the size of what cancels; or that of its worst row."""
+    """The error of a tensor over its size, or, where it should be about 0, over the size of what cancels; or that of its worst row,
+    unless a factor explains it.
+    """
     error, size, row = (found[f"{what}_{x}"] for what in ("error", "size", "worst"))
-    if size <= SIZE_WRONG < row:
+    fit = _fit(x, found)
+    if size <= SIZE_WRONG < row and not fit:
         return f"a row of {x} is off by {row:.1e} of the size of what cancels"
     return f"{x} is off by " + (
-        f"{100 * error:.0f} % of its size" if error < 100 else f"{size:.1e} of the size of what cancels"
+        f"{100 * error:.0f} % of its size{fit}" if error < 100 else f"{size:.1e} of the size of what cancels"
     )
+
+
+def _fit(x: str, found: dict[str, float]) -> str:
+    """The factor that a tensor is off by, where without it half of the error, or less, is left."""
+    explained = found.get(f"unfit_{x}", math.inf) < 0.5 * found[f"error_{x}"]
+    return f" ({found[f'factor_{x}']:.4g} x the exact one)" if explained else ""
 
 
 def worst(verdicts: Iterable[str]) -> str:

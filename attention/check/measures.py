@@ -146,6 +146,7 @@ def accuracy(
     - ``error_X``: ||X - exact|| / ||exact||, unless the latter is 0 but for FP64's rounding; ``ratio_X``: that over the baseline's, see
       ``plain``, which in FP16 and FP32 counts as FP32's rounding of the largest logit at least; ``size_X``: over X's norm without
       cancellation; ``worst_X``: that of the worst row
+    - ``factor_X``: f of the best fit X = f exact; ``unfit_X``: ||X - f exact|| / ||exact||
     - ``layout_off``: where O has nothing to do with the right one, its error if all tensors are [B, T, H, D]
     - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, or q times the scale is,
       whichever has its O nearest; ``eager_scales_q``: 1 where it is the last, or 0; ``from_eager_o``: how far O is from that O, over
@@ -181,6 +182,9 @@ def accuracy(
         error, own = ((y.double() - e).norm().item() for y in (a, b))
         if e.norm() > 2.0**-40 * size.norm():
             measures[f"error_{x}"] = error / e.norm().item()
+            factor = (a.double() * e).sum() / e.square().sum()
+            measures[f"factor_{x}"] = factor.item()
+            measures[f"unfit_{x}"] = ((a.double() - factor * e).norm() / e.norm()).item()
         measures[f"ratio_{x}"] = error / max(own, least * size.norm().item())
         measures[f"size_{x}"] = error / size.norm().item()
         measures[f"worst_{x}"] = _worst_row(a, e, size)
