@@ -1055,7 +1055,28 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
 
 def test_a_class_of_masks_is_told_without_causal_which_it_does_not_take() -> None:
     report = check_attention(no_keys(0, math.nan), device="cpu", shape=SMALL, causal=False, classes="no_keys")
-    assert "measures.no_keys(kernel, shape, dtype, device)" in report.text()
+    given = 'torch.bfloat16, torch.device("cpu"))'
+    assert (
+        f"measures.no_keys(attention.check.kernels.find(kernel).call, attention.check.{SMALL!r}, {given}"
+        in report.text()
+    )
+
+
+def test_the_text_has_the_mask_of_the_inputs() -> None:
+    report = check_attention(blind_tail, device="cpu", shape=SMALL, classes="window")
+    assert " has q, k, v, do, scale, causal, mask.visible; " in report.text()
+
+
+def moves_its_o(*call: Any) -> tuple[Tensor, None]:
+    """As kernels that give statistics, too."""
+    return plain(*call) * (1 - 2.0**-7), None
+
+
+def test_the_measure_that_failed_can_be_called_again_from_the_text_alone() -> None:
+    report = check_attention(f"{__name__}:moves_its_o", device="cpu", shape=SMALL, classes="one_hot")
+    told = re.search(r"^which is (.*)$", report.text(), re.MULTILINE)
+    assert told
+    assert eval(told[1], {"attention": attention, "torch": torch}) == report.cases[0].measures
 
 
 def test_a_function_of_a_script_keeps_its_module_and_no_command_is_told_that_would_test_another() -> None:

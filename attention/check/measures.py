@@ -49,7 +49,12 @@ def _attend(call: Call, p: Inputs, wanted: str = "qkv") -> Results:
     )
     o = call(q, k, v, p.causal, p.scale, **({} if p.mask is None else {"mask": p.mask}))
     if not isinstance(o, Tensor):
-        raise TypeError(f"it gives a {type(o).__name__}: expected O, or a tuple that begins with O")
+        expected = (
+            "O alone, as kernels.find(kernel).call gives"
+            if isinstance(o, tuple)
+            else "O, or a tuple that begins with O"
+        )
+        raise TypeError(f"it gives a {type(o).__name__}: expected {expected}")
     if list(o.shape) != (expected := [*p.q.shape[:-1], p.v.shape[-1]]):
         raise RuntimeError(f"it gives O of shape {list(o.shape)}: expected {expected}")
     return o, q, k, v

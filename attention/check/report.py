@@ -164,12 +164,15 @@ class Report:
         command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
         more = ", causal=False" * (not self.causal and case.name not in MASKED)
         given = f'"{case.name}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
-        how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), "
-        how += f"dQ over multiples of dO: {__package__}.measures.row_sums"
-        if case.name in measures.OWN:
-            how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}(kernel, shape, dtype, device{more})"
+        masked = ", mask.visible" * (case.name in MASKED)
+        how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal{masked}; "
+        how += f"rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), dQ over multiples of dO: {__package__}.measures.row_sums"
         # A command finds no function of the script that called, none within another, and no object.
         nameless = any(mark in self.kernel for mark in ("__main__:", "<", "("))
+        if case.name in measures.OWN:
+            call = f"{__package__}.kernels.find({'kernel' if nameless else repr(self.kernel)}).call"
+            given = f'{call}, {__package__}.{shape!r}, {DTYPES[self.dtype]}, torch.device("{self.device}"){more}'
+            how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}({given})"
         return [how] if nameless else [f"again: {command}", how]
 
 
