@@ -510,6 +510,30 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
     assert ("rounded to one side" in case.reason) == (reason == "rounded to one side")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "name", "told"),
+    [
+        (tiled("dQ added in BF16"), "cancelling_tiles", ["dQ is"]),
+        (tiled("dK and dV added in BF16"), "cancelling_queries", ["dK and dV are"]),
+        (lambda *call: plain(*call) * (1 - 2.0**-6), "cancelling_queries", []),
+        (cuts_o, "values_of_one_sign", []),
+    ],
+)
+def test_errors_of_one_cancelling_class_alone_are_told_with_the_sum_in_16_bits(
+    kernel: Any, name: str, told: list[str]
+) -> None:
+    report = check_attention(kernel, device="cpu", shape=SMALL, classes=name)
+    assert list(report.found) == ["errors"]
+    assert re.findall(r"^errors: (.*) probably added", report.text(), re.MULTILINE) == told
+    assert report.text().count("\nerrors: ") == len(told)
+
+
+def test_the_cure_of_delta_names_a_rounded_l() -> None:
+    report = check_attention("flash_delta_from_p", device="cpu", classes="captured_late")
+    assert "\ndelta or P: " in report.text()
+    assert "keep m and l apart" in report.text()
+
+
 @pytest.mark.parametrize("T", [32, 100, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_kernel_that_reads_a_float32_mask_as_16_bits_is_wrong(dtype: str, T: int) -> None:

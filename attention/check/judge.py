@@ -170,8 +170,22 @@ def worst(verdicts: Iterable[str]) -> str:
 
 CURES = {
     "delta or P": "delta = rowsum(dO * O) needs the O of before its rounding to 16 bits, or make it rowsum(P * dP); "
-    "and the backward pass needs the P that O was made of",
+    "and the backward pass needs the P that O was made of: keep m and l apart, as L = m + log(l) is rounded at large logits",
     "exponent": "exp2(s c - m c) as one FMA rounds m c and not s c: subtract first",
     "scores": "keep S in FP32 up to the softmax, and multiply S by the scale, not q",
 }
 """Advice by the beginning of a reason, where we know any (docs/results.md)."""
+ADDED = {
+    "cancelling_tiles": (("dq",), "dQ is probably added in 16 bits between tiles of keys: add it in FP32"),
+    "cancelling_queries": (
+        ("dk", "dv"),
+        "dK and dV are probably added in 16 bits between tiles of queries: add them in FP32",
+    ),
+}
+"""Advice where these are the errors, in this class and, but for captured ones, in no other."""
+
+
+def added(name: str, found: dict[str, float]) -> list[str]:
+    """Advice of ``ADDED`` on one class, if any."""
+    beyond = {x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK}
+    return [ADDED[name][1]] if name in ADDED and beyond <= set(ADDED[name][0]) else []

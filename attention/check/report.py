@@ -131,6 +131,10 @@ class Report:
             lines.append(f"first mend what is wrong, then read the rest: {', '.join(wrong)}")
         else:
             lines += [f"{site}: {judge.CURES[site]}" for site in self.found if site in judge.CURES]
+            of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
+            made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
+            if len(made) == 1:
+                lines += [f"errors: {advice}" for advice in judge.added(made[0].name, made[0].measures)]
         if self.verdict != judge.SAFE and self.cases:
             lines += self._again()
         return "\n".join([*lines, *[NEXT] * (self.verdict == judge.AT_RISK), LIMITS])
