@@ -1077,6 +1077,14 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
     assert rows == pytest.approx(float(told[1]), rel=0.05)  # one pass; the report has the mean of eight
 
 
+def test_a_layout_that_is_mixed_up_is_told_before_what_follows_from_it() -> None:
+    classes = ("mask_edges", "common_part", "gaussian")
+    text = check_attention(in_flash_attentions_layout, device="cpu", shape=SMALL, classes=classes).text()
+    assert " classes tried): layout in gaussian; mask in mask_edges" in text
+    assert "\nfirst mend the layout, then run again: O is right for [batch, length, heads, head dim]" in text
+    assert 'attention.check.make("gaussian", ' in text
+
+
 def test_a_class_of_masks_is_told_without_causal_which_it_does_not_take() -> None:
     report = check_attention(no_keys(0, math.nan), device="cpu", shape=SMALL, causal=False, classes="no_keys")
     given = 'torch.bfloat16, torch.device("cpu"))'

@@ -107,7 +107,9 @@ class Report:
             lines.append(f"  captured_*: of head dim {PACKAGED_DIM}, padded with zeros; the scale stays")
         raised = [case for case in self.cases if case.verdict == judge.UNVERIFIED]
         judged = [case for case in self.cases if case not in raised]
-        found = [f"{site} in {', '.join(names)}" for site, names in reasons_of(judged).items()]
+        # Of a layout that is mixed up comes all else.
+        sites = sorted(reasons_of(judged).items(), key=lambda item: item[0] != "layout")
+        found = [f"{site} in {', '.join(names)}" for site, names in sites]
         found += [f"not judged: {', '.join(names)} ({site})" for site, names in reasons_of(raised).items()]
         tried = sum(case.name in KNOWN_CLASSES for case in judged)
         own = f", {len(judged) - tried} of your own" * (tried < len(judged))
@@ -127,7 +129,9 @@ class Report:
             and case.verdict == judge.SAFE
             and (logit := case.measures["largest_logit"]) < TELLING_LOGIT
         ]
-        if wrong := [case.name for case in self.cases if case.verdict == judge.WRONG]:
+        if mixed := [case.reason for case in judged if case.reason.startswith("layout: ")]:
+            lines.append(f"first mend the layout, then run again: {mixed[0].removeprefix('layout: ')}")
+        elif wrong := [case.name for case in self.cases if case.verdict == judge.WRONG]:
             lines.append(f"first mend what is wrong, then read the rest: {', '.join(wrong)}")
         else:
             lines += [f"{site}: {judge.CURES[site]}" for site in self.found if site in judge.CURES]
@@ -142,7 +146,7 @@ class Report:
     def _again(self) -> list[str]:
         """How to see its worst case again, and its tensors."""
 
-        def badness(case: Case) -> tuple[int, bool, float, float]:
+        def badness(case: Case) -> tuple[int, bool, bool, float, float]:
             wrong = case.verdict == judge.WRONG
             endless = math.inf in case.measures.values()
             furthest = (
@@ -151,6 +155,7 @@ class Report:
             # Classes of its own name what is wrong.
             return (
                 judge.ORDER.index(case.verdict),
+                case.reason.startswith("layout: "),
                 wrong and case.name in measures.OWN,
                 furthest,
                 case.measures.get("rows", 0),
