@@ -1132,6 +1132,16 @@ def test_the_verdict_is_not_no_where_o_is_of_another_mask(size: int, said: str, 
     assert verdict_of(HandsOver(attends, mask=window(8)), tmp_path / "log").startswith(said)
 
 
+@pytest.mark.parametrize(("o_there", "do_there"), [(0.0, 1.0), (9.0, 0.0)])
+def test_padded_queries_that_are_0_or_that_nobody_reads_are_no_error_of_o(o_there: float, do_there: float) -> None:
+    q, do = torch.randn(2, 1, H, T, D, generator=torch.Generator().manual_seed(0))
+    o = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    o[:, :, 9:], do[:, :, 9:] = o_there, do_there
+    shape: dict[str, Any] = {"mask_BHTS": None, "causal": True, "scale": 0.25, "softcap": 0.0, "dropout": 0.0}
+    call = Call(q_BHTD=q, k_BHSD=q, v_BHSD=q, o_BHTD=o, do_BHTD=do, foreign=True, **shape)
+    assert 0 < measure(call)["o_error"].max() < 1e-6
+
+
 def test_sinks_that_are_handed_over_count(tmp_path: Path) -> None:
     sinks = torch.arange(H).float()
     attends = functools.partial(softmax_attention, mask=window(T), sinks=sinks)

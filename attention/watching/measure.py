@@ -135,7 +135,8 @@ COLUMNS = {
 }
 """Lists by layer and head. Null: no gradient came (or, for those with delta, dropout makes it unknown); and ``row_residual`` of what is no
 call of torch's ``scaled_dot_product_attention``, ours or a Hugging Face model's, or has a soft-cap, sinks or a mask of another form; and
-``o_error`` of what is torch's or ours, whose O is that of the call, in ours with the roundings that were chosen.
+``o_error`` of what is torch's or ours, whose O is that of the call, in ours with the roundings that were chosen. It leaves out rows whose
+O is 0 in all heads, and those whose dO is known to be 0.
 
 ``delta_*`` are of that formula, whatever the kernel does: of one with another delta, as torch's math formula or ``flash_delta_from_p``,
 ``row_residual`` is about 0. It is of q and k without one feature, and without the rounding of dS. A sink counts in the softmax and in
@@ -192,10 +193,12 @@ def measure(call: Call) -> dict[str, Tensor]:
             largest, (of_rows, p) = s.amax(dim=-1), _row_probabilities(s, call.sinks_H)
             found = {"max": largest, "entropy": of_rows["entropy"], "one": (of_rows["top_1"] > _ONE).float()}
             if call.foreign and call.o_BHTD is not None and not call.dropout:
+                # At padded queries kernels for packed sequences leave zeros in all heads; a row without dO is read by nobody.
+                out = (largest < -HIDDEN) | ~o[:, :, chosen].any(dim=-1).any(dim=1, keepdim=True)
+                out = out if do is None else out | ~do[:, :, chosen].any(dim=-1)
                 off = (o[:, :, chosen] - p @ v[:, :, : s.shape[-1]]).norm(dim=-1)
                 sizes = p * (1 + s.abs().clamp(max=HIDDEN)) @ v[:, :, : s.shape[-1]].norm(dim=-1, keepdim=True)
-                hidden = largest < -HIDDEN
-                found |= {"off": off.masked_fill(hidden, 0.0), "sizes": sizes[..., 0].masked_fill(hidden, 0.0)}
+                found |= {"off": off.masked_fill(out, 0.0), "sizes": sizes[..., 0].masked_fill(out, 0.0)}
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
                 delta, from_o = (p * dp).sum(dim=-1), (do[:, :, chosen] * o[:, :, chosen]).sum(dim=-1)
