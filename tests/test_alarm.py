@@ -211,6 +211,7 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([look(0, math.nan), *(look(step, 50.0) for step in (1, 2, 3)), look(9, math.nan)], "UNCLEAR"),
         ([look(0, 50.0, dq_error=[0.01, 2.0], delta_error=[1e-7, 1e-3])], "SUSPECT"),
         ([look(0, 50.0, dq_error=[0.01, 2.0], delta_error=[1e-7, 1e-7])], "UNCLEAR"),
+        ([look(step, 50.0, dq_error=[2.0] * 2, o_error=[0.1] * 2) for step in range(4)], "UNCLEAR"),
         (RUNS_AWAY, "SUSPECT"),
         ([look(0, 50.0, nan_made=[0.0, 1.0]), look(100, math.nan)], "KERNEL"),
         ([without_gradients(step) for step in range(5)], "UNCLEAR"),

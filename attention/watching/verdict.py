@@ -105,6 +105,12 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     measured = [record for record in finite if _is_measured(record) and record not in overflowed]
     judges = top < SMALL_LOGIT and len(finite) >= FEW
     wrong = _wrong(measured, "dq_error", WRONG) if judges else {}
+    # Scores and dQ are then not those of this attention, either.
+    if judges and (unlike := _wrong(finite, "o_error", OFF)):
+        names = ", ".join(f"{layer} ({error:.2g})" for layer, error in unlike.items())
+        other = f"UNCLEAR: O of layers {names} is not attention of the q, k, v and mask handed over: its error is above {OFF}"
+        why = "Is it a mask, window, scale, sinks or dropout that watch was not told, or a rounding of q, k and v in the kernel?"
+        return [f"{other}.", f"{why} Else {TEST}", *gone, largest, *notes]
     # A layer above with large logits may be what made this gradient overflow.
     if gone or rounded or (now and top >= LARGE_LOGIT):
         names = ", ".join(map(str, rounded))
@@ -126,11 +132,6 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
             what = "dQ leaves the range of its dtype"
         cure = "Look behind it: torch.autograd.set_detect_anomaly(True) names what made a NaN. In FP16 lower the loss scale."
         return [f"UNCLEAR: {what}.", *notes, cure, largest]
-    if judges and (unlike := _wrong(finite, "o_error", OFF)):
-        names = ", ".join(f"{layer} ({error:.2g})" for layer, error in unlike.items())
-        other = f"UNCLEAR: O of layers {names} is not attention of the q, k, v and mask handed over: its error is above {OFF}"
-        why = "Is it a mask, window, scale, sinks or dropout that watch was not told, or a rounding of q, k and v in the kernel?"
-        return [f"{other}.", f"{why} Else {TEST}", largest, *notes]
     if judges and len(measured) < FEW:
         few = f"UNCLEAR: {len(measured)} of {len(finite)} records have the gradient of every layer, expected {FEW}."
         why = "Activation checkpointing needs use_reentrant=False; a frozen model, dropout, torch.no_grad(), a forward pass without a "
