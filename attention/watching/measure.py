@@ -197,7 +197,8 @@ def measure(call: Call) -> dict[str, Tensor]:
                 out = (largest < -HIDDEN) | ~o[:, :, chosen].any(dim=-1).any(dim=1, keepdim=True)
                 out = out if do is None else out | ~do[:, :, chosen].any(dim=-1)
                 off = (o[:, :, chosen] - p @ v[:, :, : s.shape[-1]]).norm(dim=-1)
-                sizes = p * (1 + s.abs().clamp(max=HIDDEN)) @ v[:, :, : s.shape[-1]].norm(dim=-1, keepdim=True)
+                # In the memory of the scores, which nothing reads after this.
+                sizes = s.abs_().clamp_(max=HIDDEN).add_(1).mul_(p) @ v[:, :, : s.shape[-1]].norm(dim=-1, keepdim=True)
                 found |= {"off": off.masked_fill(out, 0.0), "sizes": sizes[..., 0].masked_fill(out, 0.0)}
             if do is not None:
                 dp = do[:, :, chosen] @ v[:, :, : s.shape[-1]].mT
