@@ -1260,7 +1260,7 @@ def test_settings_that_cannot_be_are_refused(setting: dict[str, Any], message: s
 @pytest.mark.parametrize("causal", [1, torch.tensor(True), None])
 def test_settings_that_python_takes_for_others_are_read(causal: Any) -> None:
     q = torch.randn(1, H, T, D, requires_grad=True)
-    model = Model(meddle=lambda: seen.look(q, q, q, causal=causal, softcap=None))
+    model = Model(meddle=lambda: seen.look(q, q, q, causal=causal, softcap=None, dropout=None))
     with watch(model, every=1, say=lambda line: None) as seen:
         model(data())
     assert seen.record["entropy"][1] == record_of(q, q, is_causal=bool(causal))["entropy"][0]

@@ -325,7 +325,8 @@ class Watch:
             mask: as torch's ``attn_mask``, bool or floating, broadcast to [B, H, T, S].
             sinks: [H], one more logit of each row, without a value.
             dropout: probability of the dropout of P, as torch's ``dropout_p``. Which of P it drops is not known: above 0 gradients and O
-                are not measured, and the verdict is never NO; the other columns are of P without it.
+                are not measured, and the record is none of the three that the verdict NO needs, unless this layer is frozen; the other
+                columns are of P without it.
 
         Raises ``ValueError`` for arguments that cannot be, in the first pass; later that is one warning.
         """
@@ -346,7 +347,7 @@ class Watch:
             return self._refuse("look", f"look: {error}")
         number = taken.number(number) if layer is None else layer
         flags: dict[str, Any] = {"causal": bool(causal), "scale": scale, "softcap": softcap or 0.0, "foreign": True}
-        flags |= {"sinks": sinks, "dropout": float(dropout)}
+        flags |= {"sinks": sinks, "dropout": float(dropout or 0.0)}
         heads_at = -3 if layout == "BHTD" else -2
         self._guard(lambda: taken.keep(number, q, k, v, o, mask=mask, heads_at=heads_at, **flags))
 
@@ -565,7 +566,7 @@ def _check_settings(
         "causal": (causal, causal is None or not math.isnan(_number(causal)), "True or False"),
         "scale": (scale, scale is None or math.isfinite(_number(scale)), "a finite number or None"),
         "softcap": (softcap, softcap is None or 0 <= _number(softcap) < math.inf, "a finite number of 0 or more"),
-        "dropout": (dropout, 0 <= _number(dropout) <= 1, "a number from 0 to 1"),
+        "dropout": (dropout, dropout is None or 0 <= _number(dropout) <= 1, "a number from 0 to 1"),
     }
     for name, (value, right, expected) in rights.items():
         if not right:
