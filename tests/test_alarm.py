@@ -264,6 +264,16 @@ def test_where_dq_is_mostly_error_at_small_logits_the_kernel_is_to_be_tested_fir
     assert any(TEST in line for line in rest)
 
 
+def test_an_o_that_is_not_attention_is_told_where_no_gradient_came() -> None:
+    looks = [look(step, 50.0, o_error=[0.1] * 2) | {"dq_error": [None] * 2} for step in range(3)]
+    assert answer(looks)[0].startswith("UNCLEAR: O of layers 1 (0.14)")
+
+
+def test_an_o_that_is_not_finite_has_no_part_in_whether_it_is_attention() -> None:
+    looks = [look(step, 50.0, o_error=[error] * 2) for step, error in enumerate([math.inf, math.inf, 0.001])]
+    assert answer(looks)[0].startswith("NO: ")
+
+
 def test_two_records_do_not_make_a_kernel_wrong() -> None:
     assert TEST not in " ".join(answer([look(step, 50.0, dq_error=[0.5, 0.5]) for step in range(2)]))
 

@@ -151,6 +151,11 @@ def test_captured_inputs_are_padded_to_each_head_dim() -> None:
     assert check_attention("flash_consistent", device="cpu", shape=shape, classes=PACKAGED).verdict == "safe"
 
 
+def test_captured_inputs_are_not_tried_in_a_smaller_head_dim_of_values() -> None:
+    report = check_attention("plain", device="cpu", shape=replace(SMALL, D=64, DV=32), classes="captured_late")
+    assert report.not_tried == {"captured_late": "it has head dim 64"}
+
+
 def test_a_head_dim_of_values_that_is_the_others_is_none_of_its_own() -> None:
     shape = Shape(D=64, DV=64)
     assert (shape, str(shape), replace(shape, D=32).dims) == (Shape(), str(Shape()), (32, 32))
@@ -1188,6 +1193,7 @@ def test_a_wrong_name_is_one_line(
         (None, SMALL, "kernel = None: expected a function, or a name"),
         ("plain", (2, 4, 4, 64, 64), "shape = (2, 4, 4, 64, 64): expected a Shape of B 1 or more, "),
         ("plain", replace(SMALL, D=1), "shape = Shape(B=2, H=4, G=4, T=96, D=1): expected a Shape of B 1 or more, "),
+        ("plain", replace(SMALL, DV=4), "shape = Shape(B=2, H=4, G=4, T=96, D=32, DV=4): expected a Shape of B 1 or "),
     ],
 )
 def test_a_wrong_argument_is_one_line(kernel: Any, shape: Any, message: str) -> None:

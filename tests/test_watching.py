@@ -634,6 +634,13 @@ def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypat
         assert all(0 < error < 1e-3 for heads in seen.record[column] for error in heads)
 
 
+@pytest.mark.parametrize(("implementation", "there"), [("sdpa", False), ("mine", True)])
+def test_o_of_a_function_that_is_neither_torchs_nor_ours_has_an_error(implementation: str, there: bool) -> None:
+    with watch(model := llama(implementation, 1), say=lambda line: None) as seen:
+        model(input_ids=TOKENS)
+    assert ("o_error" in seen.record) == there
+
+
 class Asks(nn.Module):
     """Calls by names what transformers has registered, as its models of images do."""
 
@@ -1130,6 +1137,19 @@ def window(size: int) -> Tensor:
 def test_the_verdict_is_not_no_where_o_is_of_another_mask(size: int, said: str, tmp_path: Path) -> None:
     attends = functools.partial(softmax_attention, mask=window(size))
     assert verdict_of(HandsOver(attends, mask=window(8)), tmp_path / "log").startswith(said)
+
+
+def test_the_verdict_on_a_right_kernel_in_bf16_that_is_handed_over_is_no(tmp_path: Path) -> None:
+    attends = functools.partial(softmax_attention, mask=window(T))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert verdict_of(HandsOver(attends, causal=True), tmp_path / "log").startswith("NO: ")
+
+
+def test_a_look_without_o_has_no_error_of_o() -> None:
+    q = torch.randn(1, H, T, D)
+    with watch(model := Model(meddle=lambda: seen.look(q, q, q)), every=1, say=lambda line: None) as seen:
+        model(data())
+    assert "o_error" not in seen.record
 
 
 @pytest.mark.parametrize(("o_there", "do_there"), [(0.0, 1.0), (9.0, 0.0)])
