@@ -54,8 +54,6 @@ class Look:
         self._hooks: list[Any] = []
         self.awaited: set[int] = set()
         """Layers whose gradients have not come; none once the look is over."""
-        self.in_backward = False
-        """Whether the gradient of any has come."""
         self.frozen: list[int] = []
         """Layers whose queries and keys take no gradient, though gradients are on, which reentrant checkpointing switches off."""
         self.frozen_q: list[int] = []
@@ -148,7 +146,6 @@ class Look:
 
         @unserializable_hook
         def output_gradient(do: Tensor) -> None:
-            self.in_backward = True
             self._guard(lambda: self._came(layer, "do_BHTD", few(do), last=not differentiated))
 
         @unserializable_hook

@@ -52,10 +52,8 @@ class Pass(TorchFunctionMode):
         """Modules that look like attention, ran, and made no call that was seen."""
         self._around: list[tuple[str, int]] = []
         """Modules that look like attention and are running, the innermost last; each with the calls that were seen before it."""
-        self.recomputed = False
-        """Whether checkpointing will run some of it again, in the backward pass, and expects to find what it found."""
-        self.uncompiled = ExitStack()
-        """While it is open, what is compiled runs uncompiled."""
+        self.recompiled = False
+        """Whether checkpointing will run what is compiled again, in the backward pass, where it is not uncompiled any more."""
         self.over = False
         self.outer: Pass | None = None
         """That of another watch, around this one."""
@@ -65,7 +63,9 @@ class Pass(TorchFunctionMode):
         """``names``: find out which modules hide their attention. Raises ``ValueError`` where the pass is being compiled."""
         try:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled; what is hides its calls
-                self.uncompiled.enter_context(_uncompiled())
+                self._of_process.enter_context(_uncompiled())
+                for module in compiled_within(model):
+                    self._of_process.callback(module.register_forward_pre_hook(Hook(self._compiled_entered)).remove)
             self._of_process.enter_context(_hugging_face(model))
             if names:
                 for name, module in model.named_modules():
@@ -91,13 +91,11 @@ class Pass(TorchFunctionMode):
         if threading.get_ident() == self._thread:
             self._of_thread.close()
         self._of_process.close()
-        self.uncompiled.close()
 
     # ---- calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.recomputed |= within_checkpoint()
         if func is functional.multi_head_attention_forward and not self.over:
             return self._torchs_module(func, args, kwargs)
         if func not in (TORCHS, scaled_dot_product_attention):
@@ -153,6 +151,9 @@ class Pass(TorchFunctionMode):
         if threading.get_ident() == self._thread:
             self._around.append((name, self.seen))
 
+    def _compiled_entered(self, *_: Any) -> None:
+        self.recompiled |= within_checkpoint()
+
     def _left(self, *_: Any) -> None:
         if threading.get_ident() == self._thread and self._around:
             name, before = self._around.pop()
@@ -166,6 +167,16 @@ def within_checkpoint() -> bool:
     """Whether what runs now is kept by non-reentrant activation checkpointing."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def compiled_within(model: nn.Module) -> list[nn.Module]:
+    """Modules inside that are compiled themselves; none where the compiler is off, as by TORCHDYNAMO_DISABLE."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None or dynamo.config.disable:
+        return []
+    wrapper = dynamo.OptimizedModule
+    compiled = (x for x in model.modules() if isinstance(x, wrapper) or x._compiled_call_impl is not None)
+    return [module for module in compiled if module is not model]
 
 
 _CURRENT: ContextVar[Pass | None] = ContextVar("_CURRENT", default=None)
@@ -247,10 +258,7 @@ _uncompiled_passes = 0
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """What is compiled runs uncompiled, in all threads, as torch has one stance for the process: until the last one ends.
-
-    A stance that others have set meanwhile stays.
-    """
+    """What is compiled runs uncompiled, in all threads, as torch has one stance for the process: until the last pass is over."""
     global _uncompiled_passes
     with _LOCK:
         try:
@@ -266,9 +274,7 @@ def _uncompiled() -> Iterator[None]:
         with _LOCK:
             _uncompiled_passes -= 1
             if not _uncompiled_passes:
-                ours, now = _stances.pop(), torch.compiler.set_stance("force_eager")
-                is_ours = getattr(now, "prev", None) == getattr(ours, "stance", None)
-                (ours if is_ours else now).__exit__(None, None, None)
+                _stances.pop().__exit__(None, None, None)
 
 
 _replaced: dict[str, tuple[int, Callable[..., Any]]] = {}

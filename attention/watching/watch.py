@@ -39,7 +39,7 @@ from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, RATES, STEPS, GrowthAlarm, Gro
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look, of_this_call
 from .measure import as_lists
-from .passes import COMPILED, QKV, Pass, may_attend, plain_mask, within_checkpoint
+from .passes import COMPILED, QKV, Pass, compiled_within, may_attend, plain_mask, within_checkpoint
 
 SHOWN = 8
 """Modules named in a line."""
@@ -95,8 +95,6 @@ class Watch:
         self._local = threading.local()
         self._seeing: set[Pass] = set()
         """Passes of all threads."""
-        self._uncompiled = contextlib.ExitStack()
-        """While it is open, what is compiled runs uncompiled, as checkpoints of the last look may run again. Passes meanwhile do, too."""
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(Hook(self._begin)),
             model.register_forward_hook(Hook(self._end), always_call=True),
@@ -145,7 +143,6 @@ class Watch:
             while self._seeing:
                 self._cut_short(self._seeing.pop())
             self._write()
-            self._uncompiled.close()
             self._close_log()
 
     def _close_log(self) -> None:
@@ -184,8 +181,6 @@ class Watch:
     def _stepped(self, *_: Any) -> None:
         with self._lock:
             self._write()
-            if not _in_backward():  # a parameter's hook may step, before earlier layers run again
-                self._uncompiled.close()
             self._step += 1
             self._clock += self._rate()
 
@@ -199,13 +194,8 @@ class Watch:
         interrupted: _Forward | None = self._local.__dict__.pop("forward", None)
         if interrupted is not None and interrupted.seeing is not None:  # torch ran no hook at its end, as after Ctrl-C
             self._cut_short(interrupted.seeing)
-        with self._lock:
-            # Within a step several forward passes may come before the first backward pass. Gradients of some layers may never come.
-            over = self._look is None or self._look.in_backward
-            if over and self._step != self._looked_at and not _in_backward():
-                self._uncompiled.close()
         # Activation checkpointing calls the model again in the backward pass; a reentrant one had no gradients before.
-        again = _in_backward() and within_checkpoint()
+        again = torch._C._current_graph_task_id() != -1 and within_checkpoint()
         forward = self._local.forward = _Forward(model.training and torch.is_grad_enabled() and not again)
         if not forward.counts:
             return
@@ -216,7 +206,8 @@ class Watch:
                 if not self._clock > 0 and self._is_first:
                     stands = "it stands for that of the steps before: load the states of optimizer and scheduler first"
                     self._refuse("rate", f"learning rate = {self._rate()}: expected above 0, as {stands}")
-            if self._step % self._every or self._step == self._looked_at:
+            due = self._step % self._every == 0 and self._step != self._looked_at
+            if not due and not (self._passes == 1 and compiled_within(model)):  # whose refusal may not come later
                 return
             self._write()
             if self._optimizer is not None:
@@ -262,11 +253,8 @@ class Watch:
         if (seeing := forward.seeing) is not None and failed:
             self._cut_short(seeing)
         elif seeing is not None:
+            seeing.close()
             with self._lock:
-                if seeing.recomputed:  # in the backward pass uncompiled, too, or torch raises CheckpointError
-                    before, self._uncompiled = self._uncompiled, seeing.uncompiled.pop_all()
-                    before.close()
-                seeing.close()
                 self._seeing.discard(seeing)
             self._saw(seeing)
         if self._counts and not failed:
@@ -274,6 +262,9 @@ class Watch:
                 self._step, self._clock = self._step + 1, self._clock + 1
 
     def _saw(self, seeing: Pass) -> None:
+        if seeing.recompiled:  # torch's CheckpointError in the backward pass: what ran uncompiled runs compiled there
+            compiled = "compiled blocks within activation checkpointing"
+            self._refuse("recompiled", f"{compiled}: expected torch.compile around the checkpoint, or none")
         hidden = seeing.hidden if seeing.seen or seeing.hidden else may_attend(self._model)
         kinds = [f"{name} ({type(self._model.get_submodule(name)).__name__})" for name in hidden[:SHOWN]]
         kinds += [f"{len(hidden) - SHOWN} more"] * (len(hidden) > SHOWN)
@@ -597,10 +588,6 @@ def _number(x: Any) -> float:
     return math.nan
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _require(right: bool, name: str, value: object, expected: str) -> None:
     if not right:
         raise invalid(f"watch: {name}", value, expected)
@@ -635,14 +622,12 @@ def watch(
     """Look at every attention of ``model`` in each n-th training step, from now on until ``close()`` or the end of the block.
 
     Args:
-        model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled, with
-            activation checkpointing up to the optimizer's step, as does compiled code of all threads meanwhile.
-        every: steps between two looks.
+        model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
+        every: steps between two looks. Where modules inside are compiled, the first pass is looked at, too.
         log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
             takes growth, and which layers ran away; of those from ``start`` on the next record says that they count no more.
         optimizer: counts the steps, those that a ``GradScaler`` skips, too, and its largest learning rate is the alarm's clock. Without
-            it a training forward pass is a step; where compiled code within activation checkpointing makes several before one backward
-            pass, torch then raises ``CheckpointError``.
+            it a training forward pass is a step.
         wandb: a W&B run; a look adds a table to the row that the loop logs next (after two looks, the later one's).
         warm_up: steps at the start that the alarm ignores: the learning rate's warm-up.
         sequences: how many of the batch are looked at, from the first.
