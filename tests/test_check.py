@@ -237,6 +237,12 @@ def doubles_dk_beside_bf16(mask: Tensor, key: Tensor) -> Tensor:
     return mask
 
 
+@gets_its_mask
+def ignores_key_lengths(mask: Tensor, key: Tensor) -> Tensor:
+    """It takes from the mask only whether that is causal."""
+    return torch.ones_like(mask) if mask.triu(1).any() else torch.ones_like(mask).tril()
+
+
 def with_keys_of_zeros(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return plain(q, *(nn.functional.pad(x, (0, 0, 0, -x.shape[2] % TILE)) for x in (k, v)), causal, scale)
 
@@ -660,6 +666,13 @@ def test_a_kernel_without_a_causal_mask_is_told_how_to_be_tried(fault: str) -> N
     assert [case.name for case in report.cases if case.verdict == "at risk"][:2] == ["common_part", "shared_direction"][
         : 2 * bool(fault)
     ]
+
+
+@pytest.mark.parametrize(("kernel", "verdict"), [(ignores_key_lengths, "wrong"), ("torch:math", "safe")])
+def test_without_a_causal_mask_padding_is_that_of_keys(kernel: Any, verdict: str) -> None:
+    classes = ("padding", "low_masked")
+    cases = check_attention(kernel, device="cpu", shape=SMALL, causal=False, classes=classes).cases
+    assert [case.verdict for case in cases] == [verdict] * 2
 
 
 @pytest.mark.parametrize("kernel", ["flash", "flash_consistent"])

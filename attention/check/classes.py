@@ -274,7 +274,8 @@ CLASSES: dict[str, InputClass] = {
 def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str, causal: bool = True) -> Inputs:
     """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device.
 
-    Not ``causal``: made for a kernel without a causal mask. Captured inputs and masks stay as they are.
+    Not ``causal``: made for a kernel without a causal mask; padding hides keys from all queries then. Captured inputs and other masks stay
+    as they are.
     """
     if _is_captured(name):
         return _with_ones(_padded(_last_feature_least(captured(name)), shape_of(name, shape)), dtype, device)
@@ -287,6 +288,8 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
     change = chosen.make_fp16 if chosen.make_fp16 and dtype == torch.float16 else chosen.make
     q, k, v, do = change(normal, generator)
     mask = chosen.mask(shape) if chosen.mask else None
+    if mask is not None and not causal and chosen.mask is _padding:
+        mask = Mask(mask.visible[:, :, -1:].repeat(1, 1, shape.T, 1))
     if mask is not None:
         do = do.masked_fill(mask.unread(), 0)
         mask = mask._replace(visible=mask.visible.to(device))

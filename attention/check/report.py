@@ -29,7 +29,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTHS = {"cuda": 1024, "cpu": 256}
 """What T is unless it is given."""
 KNOWN_CLASSES = (*CLASSES, *measures.OWN)
-MASKED = (*(name for name, chosen in CLASSES.items() if chosen.mask), "float_mask", "no_keys")
+WITH_CAUSAL = ("float_mask", "no_keys")
+"""Classes of masks that hide what causal attention hides, too, always."""
+MASKED = (*(name for name, chosen in CLASSES.items() if chosen.mask), *WITH_CAUSAL)
 PACKAGED = tuple(name for name, chosen in CLASSES.items() if chosen.packaged)
 OF_CAUSAL = (*PACKAGED, "mask_edges")
 NOT_CAUSAL = (*MASKED, *(name for name, chosen in CLASSES.items() if not chosen.causal))
@@ -171,7 +173,7 @@ class Report:
         sizes += " --no-causal" * (not self.causal) + " --without odd_length" * ("odd_length" in self.without)
         shape = even(case.name, self.shape) if "odd_length" in self.without else self.shape
         command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
-        more = ", causal=False" * (not self.causal and case.name not in MASKED)
+        more = ", causal=False" * (not self.causal and case.name not in WITH_CAUSAL)
         given = f'"{case.name}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
         masked = ", mask.visible" * (case.name in MASKED)
         how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal{masked}; "
@@ -374,7 +376,7 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch tells each kernel that it did not take
             measure = measures.OWN[name][1] if name in measures.OWN else functools.partial(measures.accuracy, name=name)
-            more: dict[str, Any] = {} if causal or name in MASKED else {"causal": False}
+            more: dict[str, Any] = {} if causal or name in WITH_CAUSAL else {"causal": False}
             found = measure(kernel.call, shape=shape, dtype=dtype, device=device, **more)
     except measures.OutOfRangeError:
         raise
