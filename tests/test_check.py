@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -45,10 +46,11 @@ TILE = 32
 PACKAGED = [name for name, chosen in CLASSES.items() if chosen.packaged]
 
 
-def _added(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def _added(a: Tensor, b: Tensor, dtype: torch.dtype, any_order: bool = False) -> Tensor:
     """a @ b, its products of tiles summed in ``dtype``."""
     total = torch.zeros((), dtype=dtype)
-    for j in range(0, a.shape[-1], TILE):
+    tiles = range(0, a.shape[-1], TILE)
+    for j in random.sample(tiles, len(tiles)) if any_order else tiles:
         total = total + (a[..., j : j + TILE].float() @ b[..., j : j + TILE, :].float()).to(dtype)
     return total
 
@@ -98,7 +100,8 @@ class _Tiled(torch.autograd.Function):
         if ctx.fault == "delta of the next row":
             delta = delta.roll(1, -2)
         ds = (p * (do.float() @ values.mT - delta) * ctx.scale).to(q.dtype)
-        dq = _added(ds, keys, q.dtype if ctx.fault == "dQ added in BF16" else torch.float32)
+        dtypes = {"dQ added in BF16": q.dtype, "atomics in BF16": torch.bfloat16, "atomics in FP16": torch.float16}
+        dq = _added(ds, keys, dtypes.get(ctx.fault, torch.float32), ctx.fault.startswith("atomics"))
         sums = q.dtype if ctx.fault == "dK and dV added in BF16" else torch.float32
         dk, dv = _added(ds.mT, q, sums), _added(p.to(q.dtype).mT, do, sums)
         if ctx.fault == "dK without scale":
@@ -1003,6 +1006,17 @@ def test_a_kernel_that_is_not_deterministic_exits_with_0_and_a_note(
         "0",
         "not deterministic: a run cannot be replayed",
     ]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("sums", ["FP32", "FP16", "BF16"])
+def test_calls_that_differ_by_more_than_atomic_sums_in_fp32_are_at_risk(sums: str, dtype: str) -> None:
+    """FP16 sums leave less than the rounding of a result in BF16."""
+    kernel = tiled(f"atomics in {sums}")
+    (case,) = check_attention(kernel, device="cpu", dtype=dtype, shape=Shape(T=128), classes="repeatability").cases
+    is_safe = sums == "FP32" or (sums, dtype) == ("FP16", "bf16")
+    expected = ("safe", "a run cannot") if is_safe else ("at risk", "calls differ by")
+    assert (case.verdict, case.reason.startswith(f"not deterministic: {expected[1]}")) == (expected[0], True), case
 
 
 def takes_no_mask(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None) -> Tensor:

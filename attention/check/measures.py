@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .captured import Inputs, Mask
 from .classes import Shape, make, one_hot, shape_of
-from .judge import LOST, REPEATED, SIZE_WRONG
+from .judge import LOST, REORDERED, REPEATED, SIZE_WRONG
 from .kernels import Call, told
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -447,6 +447,7 @@ def repeatability(
     ``again_off``, ``alone_off``, ``strides_off``, ``do_strides_off``: the largest relative difference of O, dQ, dK, dV then; the last
     where only dO has other strides than in the call before: [B, T, H, D] in memory, or strides of 0, as of ``o.sum()``, ``o.mean(2)`` and
     ``o.mean(0)``.
+    ``again_over``: the first over what an order of sums in FP32 explains in this dtype.
     ``between_off``: of dQ, dK, dV where another forward pass comes before the backward pass, as that of the next layer; ``some_off``:
     where q alone or k and v alone need a gradient.
     """
@@ -473,11 +474,13 @@ def repeatability(
     alike = (x.expand_as(p.do) for x in (torch.ones((), dtype=dtype, device=device), p.do[:, :, :1], p.do[:1]))
     with _saying("do_strides"):
         do_strides = max(off(run(call, p, do.contiguous()), run(call, p, do)) for do in (_turned(p.do), *alike))
+    again_off = max(off(first, other) for other in again)
     return {
         "deterministic": float(all(same(first, other) for other in again)),
         "batch_invariant": float(same(in_batch, alone)),
         "strides": float(same(first, turned)),
-        "again_off": max(off(first, other) for other in again),
+        "again_off": again_off,
+        "again_over": again_off / REORDERED[str(dtype).removeprefix("torch.")],
         "alone_off": off(in_batch, alone),
         "strides_off": off(first, turned),
         "between_off": off(first[1:], backwards[1:]),
