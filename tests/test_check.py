@@ -415,6 +415,12 @@ def for_exp2(multiply: Callable[[Tensor, float], Tensor]) -> Callable[..., Tenso
     return lambda q, k, v, causal, scale: plain(multiply(q, scale / math.log(2)), k, v, causal, math.log(2))
 
 
+@spoiled
+def races_in_one_row(_: Any, __: Tensor, dq: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    dq[0, 0, -1] *= 1 + 0.03 * (next(CALLS) % 2)
+    return dq, *rest
+
+
 Q_ROUNDED = "as where q times its scale is rounded"
 CALLS = iter(range(1000))
 R = ("repeatability", "wrong")
@@ -499,6 +505,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
         "at risk",
         "not deterministic: ",
     ),
+    (races_in_one_row, R[0], "at risk", "not deterministic: a row differs by"),
     (lambda *call: plain(*call) * (1 + next(CALLS) % 2), *R, "called again: it has other results, by "),
     (lambda q, *rest: plain(q, *rest) + 0 * q.sum(), "not_a_number", "at risk", ""),
     (spoiled(lambda _, __, *g: [x.nan_to_num(0, 0, 0) for x in g]), "not_a_number", "at risk", "NaN: that of a query"),

@@ -447,7 +447,7 @@ def repeatability(
     ``again_off``, ``alone_off``, ``strides_off``, ``do_strides_off``: the largest relative difference of O, dQ, dK, dV then; the last
     where only dO has other strides than in the call before: [B, T, H, D] in memory, or strides of 0, as of ``o.sum()``, ``o.mean(2)`` and
     ``o.mean(0)``.
-    ``again_over``: the first over what an order of sums in FP32 explains in this dtype.
+    ``again_over``: the first over what an order of sums in FP32 explains in this dtype; ``again_row``: that of the worst row.
     ``between_off``: of dQ, dK, dV where another forward pass comes before the backward pass, as that of the next layer; ``some_off``:
     where q alone or k and v alone need a gradient.
     """
@@ -480,6 +480,9 @@ def repeatability(
         "batch_invariant": float(same(in_batch, alone)),
         "strides": float(same(first, turned)),
         "again_off": again_off,
+        "again_row": max(
+            _worst_row(y, x.double(), x.double()) for other in again for x, y in zip(first, other, strict=True)
+        ),
         "again_over": again_off / REORDERED[str(dtype).removeprefix("torch.")],
         "alone_off": off(in_batch, alone),
         "strides_off": off(first, turned),
