@@ -777,6 +777,11 @@ def test_one_key_head_can_be_asked_for() -> None:
     assert check_attention("torch:math", device="cpu", shape=replace(SMALL, B=1, G=1)).verdict == "safe"
 
 
+def test_one_sequence_is_padded() -> None:
+    report = check_attention(unpads(o=math.nan), device="cpu", shape=replace(SMALL, B=1), classes="padding")
+    assert report.cases[0].reason == "not finite: o"
+
+
 @pytest.mark.parametrize("length", [63, 100, 256, 1024])
 def test_keys_with_ties_return_in_any_length(length: int) -> None:
     p, period = make("ties", replace(SMALL, T=length), torch.bfloat16, CPU), length // 32

@@ -185,7 +185,9 @@ _low_fp16 = functools.partial(_low, largest=6e4)
 
 
 def _padding(s: Shape) -> Mask:
-    lengths = torch.tensor([s.T - s.T // 3 - 1 - b for b in range(s.B - 1)] + [s.T], device="cpu")
+    # The last one of several is whole.
+    ends = [s.T - s.T // 3 - 1 - b for b in range(max(1, s.B - 1))] + [s.T] * (s.B > 1)
+    lengths = torch.tensor(ends, device="cpu")
     there = torch.arange(s.T, device="cpu") < lengths[:, None, None, None]
     return Mask(there & torch.ones(s.T, s.T, dtype=torch.bool, device="cpu").tril())
 
