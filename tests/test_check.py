@@ -1037,11 +1037,25 @@ def takes_no_mask(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any 
     return plain(q, k, v, is_causal, scale)
 
 
+def takes_causal_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    if not causal:
+        raise NotImplementedError("causal only")
+    return plain(q, k, v, causal, scale)
+
+
 @pytest.mark.parametrize(
     ("kernel", "options", "code"),
-    [("good", (), 0), ("takes_no_mask", (), 0), ("heads_alike", (), 0), ("heads_alike", ("--class", "grouped"), 3)],
+    [
+        ("good", (), 0),
+        ("takes_no_mask", (), 0),
+        ("takes_causal_alone", (), 0),
+        ("heads_alike", (), 0),
+        ("heads_alike", ("--class", "grouped"), 3),
+    ],
 )
-def test_quick_is_safe_for_a_kernel_without_masks_or_groups(kernel: str, options: tuple[str, ...], code: int) -> None:
+def test_quick_is_safe_for_a_kernel_without_masks_or_groups_or_full_attention(
+    kernel: str, options: tuple[str, ...], code: int
+) -> None:
     quick = (f"{__name__}:{kernel}", "--device", "cpu", "--quick", "--T", "96", "--D", "32")
     assert main([*quick, *options]) == code
 

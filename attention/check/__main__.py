@@ -12,7 +12,18 @@ from ..user_error import OneLineParser, UserError, command_line
 from . import judge
 from .classes import Shape, require_shape
 from .kernels import KNOWN, TRIED, find
-from .report import DTYPES, LENGTHS, MASKED, Report, check_attention, csv_of, device_of, reasons, side_by_side, table
+from .report import (
+    DTYPES,
+    LENGTHS,
+    NOT_CAUSAL,
+    Report,
+    check_attention,
+    csv_of,
+    device_of,
+    reasons,
+    side_by_side,
+    table,
+)
 
 EXIT_CODES = {judge.SAFE: 0, judge.AT_RISK: 1, judge.WRONG: 1, judge.UNVERIFIED: 3}
 
@@ -140,7 +151,7 @@ def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
     chosen: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "shape": shape, "classes": classes}
     chosen["causal"] = options.causal
     chosen["without"] = options.without
-    chosen["may_raise"] = ("grouped", *MASKED) if quick else ()
+    chosen["may_raise"] = ("grouped", *NOT_CAUSAL) if quick else ()
     if sys.stderr.isatty():
         chosen["progress"] = lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr)
     return check_attention(name, **chosen)
