@@ -122,7 +122,7 @@ class Report:
         lines += [f"note: {case.reason}" for case in judged if case.verdict == judge.SAFE and case.reason]
         if judged and all(case.name in NOT_CAUSAL for case in judged) and {case.name for case in raised} >= DECISIVE:
             lines.append("if the kernel has no causal mask: --no-causal")
-        elif options := " ".join(f"--without {case.name}" for case in raised if case.name in KNOWN_CLASSES):
+        elif options := " ".join(f"--without {name}" for name in self._not_for(raised)):
             lines.append(f"if the kernel is not for what it raised in: {options}")
         lines += [
             f"{case.name}: largest logit {logit:.3g}: safe says nothing here, as kernels that fail are, too; take the layer that grows"
@@ -144,6 +144,13 @@ class Report:
         if self.verdict != judge.SAFE and self.cases:
             lines += self._again()
         return "\n".join([*lines, *[NEXT] * (self.verdict == judge.AT_RISK), LIMITS])
+
+    def _not_for(self, raised: Sequence[Case]) -> list[str]:
+        """Classes to leave out; without ``odd_length`` others that raised in that length have an even one."""
+        names = [case.name for case in raised if case.name in KNOWN_CLASSES]
+        if "odd_length" in names:
+            return [name for name in names if name == "odd_length" or even(name, self.shape) == self.shape]
+        return names
 
     def _again(self) -> list[str]:
         """How to see its worst case again, and its tensors."""
