@@ -888,6 +888,15 @@ def test_a_class_that_is_left_out_is_not_run_and_the_verdict_names_it() -> None:
     assert told in report.text()
 
 
+@pytest.mark.parametrize(("kernel", "verdict"), [("plain", "safe"), ("xformers", "unverified")])
+def test_what_is_left_out_is_named_wherever_a_verdict_is(kernel: str, verdict: str) -> None:
+    classes = ("gaussian", "grouped")
+    report = check_attention(kernel, device="cpu", shape=SMALL, classes=classes, without="grouped")
+    rows = csv.DictReader(io.StringIO(csv_of([report])))
+    assert [(row["class"], row["verdict"]) for row in rows] == [("gaussian", verdict), ("grouped", "left out")]
+    assert [" left out: grouped" in text for text in (table([report]).splitlines()[-1], report.text())] == [True] * 2
+
+
 def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled: list[int] = []
 

@@ -88,6 +88,11 @@ class Report:
         """What was found, as a reason begins, and in which classes; empty where all are safe."""
         return reasons_of(self.cases)
 
+    @property
+    def left_out(self) -> list[str]:
+        """Classes of ``without`` that would have been tried."""
+        return [name for name in self.not_tried if name in self.without]
+
     def json(self) -> str:
         """One document with ``schema``, the version of its form; numbers that are not finite are strings."""
         content = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
@@ -100,8 +105,9 @@ class Report:
         lines = [
             f"{self.kernel}, {self.dtype}, {shape}, {', '.join(dict.fromkeys(filter(None, self.environment.values())))}"
         ]
+        left = _left(self)
         if {case.verdict for case in self.cases} == {judge.UNVERIFIED}:
-            return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {self.cases[0].reason}"])
+            return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {self.cases[0].reason}{left}"])
         lines.append(LEGEND)
         lines += [f"  {case.name:{width}}  {_seen(case)}  {case.reason}".rstrip() for case in self.cases]
         lines += [f"  {name:{width}}  not tried   {why}" for name, why in self.not_tried.items()]
@@ -115,9 +121,7 @@ class Report:
         found += [f"not judged: {', '.join(names)} ({site})" for site, names in reasons_of(raised).items()]
         tried = sum(case.name in KNOWN_CLASSES for case in judged)
         own = f", {len(judged) - tried} of your own" * (tried < len(judged))
-        left = [name for name in self.not_tried if name in self.without]
-        own += f"; left out: {', '.join(left)}" * bool(left)
-        among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried{own})" if tried < len(KNOWN_CLASSES) else ""
+        among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried{own}{left})" if tried < len(KNOWN_CLASSES) else ""
         lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{'; '.join(found)}")
         lines += [f"note: {case.reason}" for case in judged if case.verdict == judge.SAFE and case.reason]
         if judged and all(case.name in NOT_CAUSAL for case in judged) and {case.name for case in raised} >= DECISIVE:
@@ -194,6 +198,10 @@ class Report:
         return [how] if nameless else [f"again: {command}", how]
 
 
+def _left(report: Report) -> str:
+    return f"; left out: {', '.join(report.left_out)}" * bool(report.left_out)
+
+
 def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
     """Classes that are not safe by the beginnings of their reasons."""
     found: dict[str, list[str]] = {}
@@ -238,7 +246,7 @@ def table(reports: Sequence[Report]) -> str:
         found = [*report.found]
         if {case.verdict for case in report.cases} == {judge.UNVERIFIED}:
             found = [report.cases[0].reason[:80].replace("|", "\\|")]  # a bar would end the cell
-        verdict = ": ".join([report.verdict, *[", ".join(found)] * bool(found)])
+        verdict = ": ".join([report.verdict, *[", ".join(found)] * bool(found)]) + _left(report)
         dims = f"{shape.D}, V {shape.DV}" if shape.DV else shape.D
         lines.append(f"| `{report.kernel}` | {dims if alike else shape} | {verdict} | {' | '.join(shown)} | {bits} |")
     return "\n".join(lines)
@@ -262,7 +270,8 @@ def csv_of(reports: Sequence[Report]) -> str:
     unequal = any(report.shape.DV for report in reports)
     writer.writerow(["kernel", *names, *["value_dim"] * unequal, "class", "verdict", *COLUMNS, "reason"])
     for report in reports:
-        for case in report.cases:
+        left = (Case(name, report.shape, "left out", report.not_tried[name], {}) for name in report.left_out)
+        for case in (*report.cases, *left):
             numbers = [f"{case.measures[name]:.3g}" if name in case.measures else "" for name in COLUMNS]
             shape = told_shape(case, report)
             sizes = (shape.D, shape.B, shape.H, shape.G, shape.T, *shape.dims[1:] * unequal)
