@@ -678,6 +678,18 @@ def test_a_kernel_without_a_causal_mask_is_told_how_to_be_tried(fault: str) -> N
     ]
 
 
+def test_what_is_tried_without_a_causal_mask_is_not_told_to_be() -> None:
+    def of_small_queries(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        if q.float().std() > 0.5:
+            raise ValueError("large queries")
+        return plain(q, k, v, causal, scale)
+
+    classes = ("cancelling_tiles", "common_part", "shared_direction", "peaked_1000")
+    report = check_attention(of_small_queries, device="cpu", shape=SMALL, causal=False, classes=classes)
+    assert len(report.found) == 1
+    assert "has no causal mask" not in report.text()
+
+
 @pytest.mark.parametrize(("kernel", "verdict"), [(ignores_key_lengths, "wrong"), ("torch:math", "safe")])
 def test_without_a_causal_mask_padding_is_that_of_keys(kernel: Any, verdict: str) -> None:
     classes = ("padding", "low_masked")

@@ -124,7 +124,8 @@ class Report:
         among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried{own}{left})" if tried < len(KNOWN_CLASSES) else ""
         lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{'; '.join(found)}")
         lines += [f"note: {case.reason}" for case in judged if case.verdict == judge.SAFE and case.reason]
-        if judged and all(case.name in NOT_CAUSAL for case in judged) and {case.name for case in raised} >= DECISIVE:
+        only_full = judged and all(case.name in NOT_CAUSAL for case in judged)
+        if self.causal and only_full and {case.name for case in raised} >= DECISIVE:
             lines.append("if the kernel has no causal mask: --no-causal")
         elif options := " ".join(f"--without {name}" for name in self._not_for(raised)):
             lines.append(f"if the kernel is not for what it raised in: {options}")
