@@ -162,7 +162,7 @@ def accuracy(
     - ``bias_o``, ``bias_o_se``: mean of (O - exact) sign(exact) in units of 2^-9 |exact|, each cut at 4, and its standard error, as if
       elements were independent
 
-    O and dQ of queries behind a sequence's end count only where they are not finite.
+    O of queries behind a sequence's end counts only where it is not finite; their dQ must be 0, see ``leaks``.
 
     Raises ``OutOfRangeError`` where plain attention's own numbers are not finite or a row of them is off, or the exact ones have no size.
     """
