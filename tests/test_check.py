@@ -514,7 +514,6 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     ("standard", "peaked_1000", "at risk", "scores: "),
     (lambda *call: plain(*call) * math.nan, "low", "wrong", "not finite: o"),
     (rounds_s(lambda g: g), "peaked_1000", "at risk", "scores: "),
-    (lambda q, k, v, causal, scale: plain(q * scale, k, v, causal, 1.0), "scale", "at risk", Q_ROUNDED),
     (for_exp2(lambda q, factor: q * factor), "peaked_1000", "at risk", Q_ROUNDED),
     (for_exp2(lambda q, factor: q * (factor * math.log(2)) / math.log(2)), "scale", "at risk", Q_ROUNDED),
     (rounds_s(lambda g: -g), "peaked_1000", "wrong", "dk"),
@@ -529,6 +528,14 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
     assert case.verdict == verdict, case
     assert reason in case.reason
     assert ("rounded to one side" in case.reason) == (reason == "rounded to one side")
+
+
+def test_q_times_its_scale_is_found_rounded_where_the_usual_scale_is_a_power_of_two() -> None:
+    def scales_q(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        return plain(q * scale, k, v, causal, 1.0)
+
+    (case,) = check_attention(scales_q, device="cpu", shape=replace(SMALL, D=64), classes="scale").cases
+    assert (case.verdict, Q_ROUNDED in case.reason) == ("at risk", True), case
 
 
 @pytest.mark.parametrize(
@@ -547,6 +554,13 @@ def test_errors_of_one_cancelling_class_alone_are_told_with_the_sum_in_16_bits(
     assert list(report.found) == ["errors"]
     assert re.findall(r"^errors: (.*) probably added", report.text(), re.MULTILINE) == told
     assert report.text().count("\nerrors: ") == len(told)
+
+
+@pytest.mark.parametrize(("beside", "told"), [("common_part", False), ("captured_late", True)])
+def test_errors_of_another_class_that_is_not_captured_leave_the_sum_open(beside: str, told: bool) -> None:
+    report = check_attention(tiled("dQ added in BF16"), device="cpu", shape=SMALL, classes="cancelling_tiles")
+    both = (report.cases[0], replace(report.cases[0], name=beside))
+    assert ("\nerrors: dQ is probably added" in replace(report, cases=both).text()) == told
 
 
 def test_the_cure_of_delta_names_a_rounded_l() -> None:
@@ -1081,10 +1095,18 @@ def test_quick_is_safe_for_a_kernel_without_masks_or_groups_or_full_attention(
     assert main([*quick, *options]) == code
 
 
-@pytest.mark.parametrize("fault", ["mask of the partial tile off by one", "dK and dV added in BF16"])
-def test_quick_finds_leaks_within_a_tile_and_gradients_of_keys_that_are_added_in_16_bits(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "name", "verdict"),
+    [
+        ("mask of the partial tile off by one", "odd_length", "wrong"),
+        ("dK and dV added in BF16", "cancelling_queries", "at risk"),
+    ],
+)
+def test_quick_finds_leaks_within_a_tile_and_gradients_of_keys_that_are_added_in_16_bits(
+    fault: str, name: str, verdict: str
+) -> None:
     report = check_attention(tiled(fault), device="cpu", shape=SMALL, classes=QUICK, may_raise=QUICK)
-    assert report.verdict != "safe"
+    assert [case.verdict for case in report.cases if case.name == name] == [verdict]
 
 
 def interrupted(*call: Any) -> Tensor:
