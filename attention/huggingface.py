@@ -121,7 +121,7 @@ def _refuse_others(module: nn.Module, others: dict[str, Any]) -> None:
         if value is not None and name not in HARMLESS and name != "output_attentions":
             cure = "'eager' attention may"
             if name in _PACKED:
-                cure = "expected position_ids in its place, as of DataCollatorWithFlattening(return_flash_attn_kwargs=False)"
+                cure = "expected position_ids alone, as of DataCollatorWithFlattening(return_flash_attn_kwargs=False)"
                 cure += ", if the model makes its mask of them (GPT-OSS, OPT and BioGPT do not; LFM2 and MiniMax mix sequences elsewhere)"
             refuse(True, f"{what}: it has no {name}, which the model hands to its attention; {cure}")
 

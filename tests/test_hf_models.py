@@ -193,7 +193,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"dropout": 0.1}, r"^low-precision attention: Module: dropout = 0\.1: expected 0, .*attention_dropout=0"),
     (
         {"cu_seq_lens_q": X},
-        "it has no cu_seq_lens_q, .*; expected position_ids in its place.* if the model makes its mask of them .*BioGPT",
+        "it has no cu_seq_lens_q, .*; expected position_ids alone.* if the model makes its mask of them .*BioGPT",
     ),
     ({"sliding_window": 3}, "sliding_window = 3 of 4 keys"),
     ({"mask": torch.ones(4, 4, dtype=torch.bool).tril()}, r"attention mask of shape \[4, 4\]"),
