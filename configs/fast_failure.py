@@ -1,7 +1,7 @@
 """A short recipe for the failure of BF16 flash attention: GPT-2 124M, 32 sequences a step, lr 2e-3, one GPU.
 
 The learning rate lies near plain instability: a failure counts only when its control (flash_fp32_o or flash_delta_from_p) is stable on the
-same batches and data. It runs on any text. On the text below the loss rose in 5 of 6 runs by step 6,000 (experiments/one_wheel), on a
+same batches and data. It runs on any text. On the text below 3 of 6 runs failed by step 6,000 (experiments/one_wheel), on a
 larger one later if at all (experiments/matched_pairs). With --model.activation swiglu it fails sooner (experiments/who_is_at_risk).
 
     pip download --no-deps --dest build ansible==10.7.0
