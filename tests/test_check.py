@@ -34,7 +34,7 @@ from attention.check.classes import captured as captured_class
 from attention.check.judge import judge
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
-from attention.check.report import csv_of, reasons, table
+from attention.check.report import csv_of, environment, reasons, table
 from errors import UserError
 
 device = kernel_tests.device
@@ -1477,3 +1477,8 @@ def test_flash_attention_4_is_found_in_a_folder_of_the_path(tmp_path: Path) -> N
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == "found", done.stdout + done.stderr
+
+
+def test_a_report_of_a_checkout_does_not_name_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attention.check.report.versions", lambda *_: ["low-precision-attention 0.1"])
+    assert environment(torch.device("cpu"))["check"] == "check of a checkout"

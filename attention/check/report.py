@@ -410,11 +410,12 @@ def environment(device: torch.device) -> dict[str, str]:
     name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads {torch.get_num_threads()}"
     if device.type == "cuda":
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    own, _, _ = str(__package__).partition(".")  # a checkout may lie beside an installed package of another version
     return {
         "device": f"{device.type} {name}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
-        "check": ", ".join(versions("low_precision_attention")) or "check of a checkout",
+        "check": ", ".join(versions(own) if own == "low_precision_attention" else []) or "check of a checkout",
     }
 
 
