@@ -32,7 +32,7 @@ from attention.reference.exact import exact_float32
 from attention.reference.exponent import exponent_of, probabilities, saved_rows
 from attention.reference.flash import row_deltas
 from attention.reference.flash import row_residuals as reference_row_residuals
-from attention.reference.tiles import Problem, Sites, make_problem, o_for_delta
+from attention.reference.tiles import Problem, Sites, delta_of_output, make_problem, o_for_delta
 from attention.rounding import FORMAT_OF
 from probes.capture import LayerCapture
 
@@ -97,7 +97,9 @@ def delta_errors(layer: LayerCapture) -> DeltaError:
     """
     return DeltaError(
         low_BHT=over_groups(layer, lambda group: _low(layer, group)),
-        high_BHT=over_groups(layer, lambda group: _rowsum(output_gradient(layer, group), high_output(layer, group))),
+        high_BHT=over_groups(
+            layer, lambda group: delta_of_output(output_gradient(layer, group), high_output(layer, group), HIGH)
+        ),
     )
 
 
@@ -225,10 +227,6 @@ def output_gradient(layer: LayerCapture, group: HeadGroup) -> Tensor:
     return sites.output_gradient(do_BTHD.transpose(1, 2).float())
 
 
-def _rowsum(do_BHTD: Tensor, o_BHTD: Tensor) -> Tensor:
-    return (do_BHTD * o_BHTD).sum(dim=-1)
-
-
 @torch.no_grad()
 def _low_output(layer: LayerCapture, group: HeadGroup) -> Tensor:
     """The O inside delta, or where delta has none the O passed on, float32 [B, H, T, D]."""
@@ -247,6 +245,6 @@ def _low(layer: LayerCapture, group: HeadGroup) -> Tensor:
     if group.backend == EXTERNAL:
         return do.new_full(do.transpose(1, 2).shape[:3], math.nan, dtype=torch.float32)
     if numerics.delta == "rowsum_do_o":
-        sites = Sites(numerics, layer.q_BTHD.dtype)
-        return sites.delta_sum(_rowsum(output_gradient(layer, group), _low_output(layer, group)))
+        n = numerics.concrete(FORMAT_OF[q.dtype])
+        return delta_of_output(output_gradient(layer, group), _low_output(layer, group), n)
     return row_deltas(q, k, v, do, numerics, seed=layer.seed(group), scale=layer.scale, softcap=layer.softcap)

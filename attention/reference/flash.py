@@ -23,6 +23,7 @@ from .exponent import Exponent, exponent_of, probabilities, saved_rows, sink_pro
 from .tiles import (
     Problem,
     Sites,
+    delta_of_output,
     delta_operands,
     keeps_own_output,
     make_problem,
@@ -129,7 +130,7 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
     """delta of one tile of rows [B, H, R, 1]. Inputs are that tile's dO and O [B, H, R, D] and what is saved of its rows [B, H, R, Z]."""
     n = problem.sites.numerics
     if n.delta == "rowsum_do_o":
-        return problem.sites.delta_sum((do * o).sum(dim=-1, keepdim=True))
+        return delta_of_output(do, o, n)[..., None]
     exponent = exponent_of(problem)
     total = torch.zeros_like(saved[..., :1])
     row_sum = torch.zeros_like(total)

@@ -242,6 +242,12 @@ def o_for_delta(o: Tensor, low_bits: Tensor, n: Numerics) -> Tensor:
     return with_low_bits(o.float(), low_bits, n.output) if low_bits.numel() else o.float()
 
 
+def delta_of_output(do: Tensor, o: Tensor, n: Numerics) -> Tensor:
+    """delta = rowsum(dO * O), rounded, [...] from dO and O [..., D], float32 and rounded as the backward pass reads them; ``n`` is
+    concrete."""
+    return round_to((do * o).sum(dim=-1), n.delta_sum)
+
+
 def round_output(o_BTHD: Tensor, fmt: str, rounding: str, seed: Tensor, stream: int, dtype: torch.dtype) -> Tensor:
     bits = random_bits(seed, stream, o_BTHD.shape) if rounding == "stochastic" and fmt != "fp32" else None
     return round_to(o_BTHD, fmt, rounding, bits).to(storage_dtype(fmt, dtype))
