@@ -156,11 +156,12 @@ def test_random_and_constant_errors_have_the_same_size() -> None:
 
 
 @pytest.mark.parametrize("delta_output", ["output", "fp32", "low16"])
-def test_all_of_what_rounding_makes_is_the_delta_of_flash(delta_output: str) -> None:
+@pytest.mark.parametrize("delta_sum", ["delta_sum=fp32", "delta_sum=m3"])
+def test_all_of_what_rounding_makes_is_the_delta_of_flash(delta_output: str, delta_sum: str) -> None:
     """With O as it is passed on, also where ``delta_output`` is another one."""
     p = make("random", torch.float32, torch.device("cpu"), SHAPE)
-    all_of_it = "delta_error=rounding", "delta_error_size=1", f"delta_output={delta_output}"
-    assert close(deltas(p, *all_of_it), deltas(p, preset="flash"))
+    all_of_it = "delta_error=rounding", "delta_error_size=1", f"delta_output={delta_output}", delta_sum
+    assert close(deltas(p, *all_of_it), deltas(p, delta_sum, preset="flash"))
     assert close(errors(p, "rounding", -0.5), -0.5 * errors(p, "rounding", 1.0))
     assert errors(p, "rounding", 1.0).abs().mean() > 1e-3
 

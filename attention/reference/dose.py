@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..numerics import Numerics
 from ..rounding import COLUMN_SIGN_STREAM, ROW_CHOICE_STREAM, ROW_SIGN_STREAM, random_bits
+from .tiles import delta_of_output
 
 NEAR_ONE = 1 - 2.0**-9
 """A probability from here to 1 rounds to 1 in BF16."""
@@ -31,7 +32,7 @@ def delta_errors(
     if kind == "scale":
         error = size * delta_BHT
     elif kind == "rounding":
-        error = size * ((do_BTHD * o_BTHD).sum(dim=-1).transpose(1, 2) - delta_BHT)
+        error = size * (delta_of_output(do_BTHD, o_BTHD, n).transpose(1, 2) - delta_BHT)
     else:
         error = size * delta_BHT.square().mean(dim=-1, keepdim=True).sqrt().expand_as(delta_BHT)
         if kind != "constant":
