@@ -123,7 +123,7 @@ def query_kernel(
     b_do = load_rows(p_do, strides_do, i_bh, H, row, T, BT, SHAPE.DV, SHAPE.WIDTH_V, True, False, m_t)
     b_do = operand(b_do, SITES.output_gradient, DTYPE)
     # [BT]
-    b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, False, SITES.saved_statistics)
+    b_m, b_saved_sum = load_statistics(p_saved, i_bh, o_t, T, False, SITES.saved_statistics)
     if SITES.delta == LOADED:
         b_delta = tl.load(p_delta + p_row, mask=o_t < T, other=0.0)
     elif SITES.delta == ROWSUM_DO_O:
@@ -157,7 +157,7 @@ def query_kernel(
             b_s, b_k = block_scores(queries, keys, start, scalars, SITES, SHAPE, MASKED == 1, DTYPE)
             b_v = load_keys(p_v, strides_v, queries, start, S, SHAPE.DV, SHAPE.WIDTH_V, SHAPE, MASKED == 1)
             b_v = operand(b_v, SITES.inputs, DTYPE)
-            b_p = probabilities(b_s, b_m[:, None], b_log_l[:, None], scalars.unit, SITES)
+            b_p = probabilities(b_s, b_m[:, None], b_saved_sum[:, None], scalars.unit, SITES)
             b_dp = dot(b_do, tl.trans(b_v), tl.zeros([BT, BS], tl.float32))
             b_dp = round_to(b_dp, SITES.probability_gradients)
             if ONLY_DELTA:
@@ -298,7 +298,7 @@ def key_kernel(
                 )
                 b_do = operand(b_do, SITES.output_gradient, DTYPE)
                 # [BT]
-                b_m, b_log_l = load_statistics(p_saved, i_bh, o_t, T, SHAPE.EVEN, SITES.saved_statistics)
+                b_m, b_saved_sum = load_statistics(p_saved, i_bh, o_t, T, SHAPE.EVEN, SITES.saved_statistics)
                 b_delta = load_row(p_delta + p_row, o_t < T, SHAPE.EVEN, 0.0)
                 b_s = dot(b_k, tl.trans(b_q), tl.zeros([BS, BT], tl.float32))
                 if SHAPE.RANGES:
@@ -314,7 +314,7 @@ def key_kernel(
                 if BELOW_BF16:
                     # Columns past the last key have a score of 0, a P of any size, and no part in a scale.
                     b_s = tl.where((o_s < S)[:, None], b_s, -float("inf"))
-                b_p = probabilities(b_s, b_m[None, :], b_log_l[None, :], scalars.unit, SITES, True)
+                b_p = probabilities(b_s, b_m[None, :], b_saved_sum[None, :], scalars.unit, SITES, True)
                 b_dv_part = dot(operand(b_p, SITES.probabilities_in_dv, DTYPE, True), b_do, b_dv_part)
                 b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
                 b_ds = b_p * (round_to(b_dp, SITES.probability_gradients, True) - b_delta[None, :])
@@ -383,8 +383,8 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """dQ, dK, dV side by side (``empty_gradients``), and the gradient of the sinks.
 
-    ``n`` is concrete; ``o`` and ``low_bits`` are ``tiles.delta_operands``; ``saved`` is L, or m and log2 l, as the forward kernel left
-    them; ``blocks`` are those of dK/dV and of dQ.
+    ``n`` is concrete; ``o`` and ``low_bits`` are ``tiles.delta_operands``; ``saved`` is L, or m and log2 l or 1 / d, as the forward
+    kernel left them; ``blocks`` are those of dK/dV and of dQ.
     """
     (B, T, H, D), (_, S, HK, _) = q.shape, k.shape
     of_keys, of_queries = blocks

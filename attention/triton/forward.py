@@ -197,7 +197,7 @@ def forward_kernel(
     SITES: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """O, the O for delta where it is not O itself, and L, or m and log2 l, of one block of rows."""
+    """O, the O for delta where it is not O itself, and L, or m and log2 l or 1 / d, of one block of rows."""
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     BT: tl.constexpr = SHAPE.BT
     BS: tl.constexpr = SHAPE.BS

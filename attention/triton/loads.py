@@ -151,14 +151,14 @@ def load_row(p_x, m_t, EVEN: tl.constexpr, OTHER: tl.constexpr):
 
 @triton.jit
 def load_statistics(p_saved, i_bh, o_t, T, EVEN: tl.constexpr, SAVED_STATISTICS: tl.constexpr):
-    """What was kept of the rows o_t [BT]: m and log2 l, or L in the place of both."""
+    """What was kept of the rows o_t [BT]: m and log2 l or 1 / d, or L in the place of both."""
     APART: tl.constexpr = SAVED_STATISTICS == MAX_AND_SUM
     o_row = i_bh.to(tl.int64) * (2 * T if APART else T) + o_t
     m_t = o_t < T
     # Rows past the end get m or L = inf, hence P = 0.
     b_m = load_row(p_saved + o_row, m_t, EVEN, float("inf"))
-    b_log_l = load_row(p_saved + T + o_row, m_t, EVEN, 0.0) if APART else b_m
-    return b_m, b_log_l
+    b_saved_sum = load_row(p_saved + T + o_row, m_t, EVEN, 0.0) if APART else b_m
+    return b_m, b_saved_sum
 
 
 @triton.jit

@@ -112,19 +112,19 @@ def exponential(b_s, b_m, unit, FOLD: tl.constexpr):
 
 
 @triton.jit
-def probabilities(b_s, b_m, b_log_l, unit, SITES: tl.constexpr, BY_KEYS: tl.constexpr = False):
-    """P of a block [., .]: exp(S - L) with L in place of m, or exp(S - m) / l from log2 l (``saved_statistics``), S - m as in
-    ``exponential``; or P_bar as rounded over d, with 1 / d in place of log2 l (``backward_probabilities``)."""
+def probabilities(b_s, b_m, b_saved_sum, unit, SITES: tl.constexpr, BY_KEYS: tl.constexpr = False):
+    """P of a block [., .]: exp(S - L) with L in place of m, or exp(S - m) / l (``saved_statistics``), S - m as in ``exponential``;
+    or P_bar as rounded over d (``backward_probabilities``). b_saved_sum is then log2 l, or 1 / d."""
     FOLD: tl.constexpr = SITES.exponent
     if SITES.backward_probabilities == FROM_FORWARD:
-        b_p = round_each(exponential(b_s, b_m, unit, FOLD), SITES.probabilities, BY_KEYS) * b_log_l
+        b_p = round_each(exponential(b_s, b_m, unit, FOLD), SITES.probabilities, BY_KEYS) * b_saved_sum
     elif SITES.saved_statistics != MAX_AND_SUM:
         b_p = exponential(b_s, b_m, unit, FOLD)
     elif FOLD == FMA or FOLD == SEPARATE_MULTIPLY:
-        b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD) - b_log_l)
+        b_p = tl.exp2(log2_difference(b_s, b_m, unit, FOLD) - b_saved_sum)
     else:
         b_unit = tl.full(b_s.shape, unit if FOLD == SUBTRACT_FIRST else LOG2_E, tl.float32)
-        b_p = tl.exp2(tl.fma(b_s - b_m, b_unit, -tl.broadcast_to(b_log_l, b_s.shape)))
+        b_p = tl.exp2(tl.fma(b_s - b_m, b_unit, -tl.broadcast_to(b_saved_sum, b_s.shape)))
     return b_p
 
 
