@@ -211,9 +211,12 @@ def _read_record(folder: Path) -> dict[str, Any]:
         return {}
     try:
         content: dict[str, Any] = read_json(path)
-        content["sessions"], content["config"]["run"]["steps"], content["config"]["checkpoint"]["every"]
+        config = content["config"]
+        has_what_resuming_reads = "sessions" in content and "steps" in config["run"] and "every" in config["checkpoint"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: not the record of a run") from None
+        has_what_resuming_reads = False
+    if not has_what_resuming_reads:
+        raise UserError(f"{path}: not the record of a run")
     return content
 
 
