@@ -109,17 +109,19 @@ def test_a_threshold_that_no_rule_can_have_is_refused_in_one_line(field: str, va
         GrowthRule(**{field: value})
 
 
-@pytest.mark.parametrize(("logit", "exponent", "leaves"), [(2500, 9, True), (1900, 9, False), (2500, 7, False)])
-def test_a_head_whose_logits_grow_far_too_fast_leaves_at_once(logit: float, exponent: float, leaves: bool) -> None:
+@pytest.mark.parametrize(("logit", "exponent", "runs_away"), [(2500, 9, True), (1900, 9, False), (2500, 7, False)])
+def test_a_head_whose_logits_grow_far_too_fast_runs_away_at_once(
+    logit: float, exponent: float, runs_away: bool
+) -> None:
     """One head of twelve, at the first probe, where half of the heads would be late."""
     logits = torch.full((2, 12), 50.0, dtype=torch.float64)
     logits[1, 3], logits[0, 3] = logit, logit / 1.5**exponent
     found = growth([Probe(c, logits[i], logits[i]) for c, i in ((70.0, 0), (100.0, 0), (150.0, 1))], GrowthRule())
     assert found is not None
-    assert found[0].nonzero().tolist() == [[3]] * leaves
+    assert found[0].nonzero().tolist() == [[3]] * runs_away
 
 
-def test_a_sudden_layer_leaves_at_the_first_probe_with_another_far_enough_before_it() -> None:
+def test_a_sudden_layer_runs_away_at_the_first_probe_with_another_far_enough_before_it() -> None:
     courses = ((1.0, 10.0), (1.1, 10.0), (1.2, 20.0), (1.35, 9000.0))
     grown = [Probe(clock, *torch.full((2, 1), logit).double()) for clock, logit in courses]
     assert growth(grown[:3], GrowthRule()) is None
@@ -131,10 +133,10 @@ def test_a_sudden_layer_leaves_at_the_first_probe_with_another_far_enough_before
     assert growth(late[:2], GrowthRule()) is None
     assert growth(late, GrowthRule())
     # The other part of the rule needs its number of probes.
-    for rule, leaves in ((GrowthRule(), True), (GrowthRule(sudden_logit=1e9, share=0.0), False)):
+    for rule, runs_away in ((GrowthRule(), True), (GrowthRule(sudden_logit=1e9, share=0.0), False)):
         found = growth(grown, rule)
         assert found is not None
-        assert found[0].tolist() == [leaves]
+        assert found[0].tolist() == [runs_away]
 
 
 @pytest.mark.parametrize("probes", [1, 2, 3])
@@ -142,14 +144,14 @@ def test_any_number_of_probes_can_agree(probes: int) -> None:
     alarm = GrowthAlarm(GrowthRule(probes=probes, sudden_logit=1e30))
     for step in range(1, 60):
         alarm.update(step, float(step), {0: [(step / 10) ** 6] * 2})
-    assert list(alarm.left) == [0]
+    assert list(alarm.ran_away) == [0]
 
 
 def test_a_head_that_begins_below_0_can_run_away() -> None:
     alarm = GrowthAlarm()
     for step, logit in ((10, -1.0), (20, 5e3), (30, 2e4)):
         alarm.update(step, float(step), {0: [logit]})
-    assert alarm.left == {0: 20}
+    assert alarm.ran_away == {0: 20}
 
 
 # ---- in a run

@@ -742,17 +742,17 @@ def growing(steps: range, log: Path | None = None, power: float = 4.0) -> tuple[
     return seen, said
 
 
-@pytest.mark.parametrize(("power", "leaves"), [(4.0, True), (2.0, False)])
-def test_a_layer_that_leaves_is_named_in_one_line(power: float, leaves: bool) -> None:
+@pytest.mark.parametrize(("power", "runs_away"), [(4.0, True), (2.0, False)])
+def test_a_layer_that_runs_away_is_named_in_one_line(power: float, runs_away: bool) -> None:
     seen, said = growing(range(40), power=power)
-    assert list(seen.left) == [0] * leaves
+    assert list(seen.ran_away) == [0] * runs_away
     assert len(seen._alarm._probes[0]) < 15  # of 40: those behind the window are dropped
     *told, last = said
-    assert sum("runs away" in line and "growing like the steps to the power" in line for line in told) == leaves
+    assert sum("runs away" in line and "growing like the steps to the power" in line for line in told) == runs_away
     assert all("layer 0" in line and "\n" not in line for line in said)
     largest = max(seen.record["max_logit"][0])  # it grew to the end
     assert last.startswith(f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0 of layers 0 to 0")
-    assert ("45,426" in last) == (largest > 45_426) == leaves
+    assert ("45,426" in last) == (largest > 45_426) == runs_away
 
 
 def test_large_logits_are_told_when_they_come_once_a_run(tmp_path: Path) -> None:
@@ -785,7 +785,7 @@ def test_from_an_earlier_checkpoint_later_steps_count_no_more_and_are_kept(tmp_p
     before = log.read_bytes()
     log.write_bytes(before + before[:40])
     again, _ = growing(range(6, 40), log)
-    assert again.left == straight.left
+    assert again.ran_away == straight.ran_away
     assert read_log(log) == read_log(tmp_path / "straight")
     assert log.read_bytes().startswith(before)
 

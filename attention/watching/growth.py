@@ -81,15 +81,15 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
 
     None where no probe is far enough before it to tell.
     """
-    leaves, start = torch.tensor(True), None
+    run_away, start = torch.tensor(True), None
     for end in range(max(0, len(probes) - rule.probes), len(probes)):
         start = window_start(probes, end, rule.window)
         if start is None:  # of the last probe alone the sudden part of the rule can be told
-            leaves = torch.tensor(False)
+            run_away = torch.tensor(False)
             continue
         exponent = _exponent(probes[start], probes[end])
         large = large_logits(probes[end].logit_H, rule)
-        leaves = leaves & (exponent >= rule.exponent) & large & (large.double().mean() >= rule.share)
+        run_away = run_away & (exponent >= rule.exponent) & large & (large.double().mean() >= rule.share)
     last, begun = probes[-1], [probe for probe in probes[:-1] if probe.clock > 0]
     if not begun:
         return None
@@ -97,8 +97,8 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
     first = begun[0] if start is None else probes[start]
     factor = max(last.clock / first.clock, rule.window) ** rule.sudden_exponent
     sudden = last.logit_H / first.logit_H.clamp(min=0) >= factor
-    leaves = leaves | (sudden & (last.logit_H >= rule.sudden_logit))
-    return (leaves, _exponent(first, last)) if start is not None or leaves.any() else None
+    run_away = run_away | (sudden & (last.logit_H >= rule.sudden_logit))
+    return (run_away, _exponent(first, last)) if start is not None or run_away.any() else None
 
 
 def large_logits(logit_H: Tensor, rule: GrowthRule) -> Tensor:
@@ -144,7 +144,7 @@ class GrowthAlarm:
 
     def __init__(self, rule: GrowthRule | None = None, warm_up: int = 0, clock_is: str = RATE):
         self.rule, self.warm_up, self.clock_is = rule or GrowthRule(), warm_up, clock_is
-        self.left: dict[int, int] = {}
+        self.ran_away: dict[int, int] = {}
         """Step at which a layer ran away."""
         self._probes: dict[int, list[Probe]] = {}
 
@@ -180,11 +180,11 @@ class GrowthAlarm:
             # No later probe measures from before this one's window.
             past = window_start(probes, max(0, len(probes) - self.rule.probes), self.rule.window) or 0
             del probes[:past]
-            if found is None or not found[0].any() or layer in self.left:
+            if found is None or not found[0].any() or layer in self.ran_away:
                 continue
-            self.left[layer] = step
-            leaves_H, exponent_H = found
-            heads = sorted(leaves_H.nonzero().flatten().tolist(), key=lambda head: -exponent_H[head].item())
+            self.ran_away[layer] = step
+            run_away_H, exponent_H = found
+            heads = sorted(run_away_H.nonzero().flatten().tolist(), key=lambda head: -exponent_H[head].item())
             exponent, large = exponent_H[heads[0]].item(), int(large_logits(logit_H, self.rule).sum())
             told = (
                 f"step {step}: attention layer {layer} runs away: largest logit {heads_logits[heads[0]]:.4g} in head {heads[0]}, "

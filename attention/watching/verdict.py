@@ -101,7 +101,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     alarm = GrowthAlarm()
     for record in finite:
         alarm.update(record["step"], record["clock"], dict(zip(layers, record["max_logit"], strict=True)))
-    gone = [f"Layer {layer} ran away at step {step}." for layer, step in alarm.left.items()]
+    gone = [f"Layer {layer} ran away at step {step}." for layer, step in alarm.ran_away.items()]
     measured = [record for record in finite if _is_measured(record) and record not in overflowed]
     judges = top < SMALL_LOGIT and len(finite) >= FEW
     wrong = _wrong(measured, "dq_error", WRONG) if judges else {}

@@ -74,7 +74,7 @@ class Watch:
         """Step from which on the log's records are to count no more; the next record says so."""
         self.record: dict[str, Any] = {}
         self._alarm = GrowthAlarm(chosen["rule"], self._warm_up, self._clock_is)
-        self.left = self._alarm.left
+        self.ran_away = self._alarm.ran_away
         """Step at which a layer ran away."""
         self._largest: tuple[float, int, int] | None = None
         """Largest logit that was judged, its step and its layer."""
@@ -438,8 +438,8 @@ class Watch:
         for record in earlier:
             self._judge(record)
         self._say_to, self._largest, self._not_finite = say, None, False
-        if self.left:
-            layers = ", ".join(map(str, sorted(self.left)))
+        if self.ran_away:
+            layers = ", ".join(map(str, sorted(self.ran_away)))
             say(f"watch: by the log attention layers {layers} ran away before step {self._first}")
         if earlier and self._first - earlier[-1]["step"] > 2 * self._every:
             say(f"watch: the log ends at step {earlier[-1]['step']}, and this run starts at {self._first}")
@@ -464,7 +464,7 @@ class Watch:
         if (advice := _advice(self._largest[0], self._fma_logit)) != before:
             self._say(f"step {step}: attention layer {largest[2]}: largest logit {largest[0]:.4g}{advice}")
         for found in self._alarm.update(step, record["clock"], logits):
-            rates = "" if len(self.left) > 1 else f" ({RATES})"
+            rates = "" if len(self.ran_away) > 1 else f" ({RATES})"
             self._say(f"{found}; run the control{rates}")
 
 
