@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec
 from attention.check.captured import load
+from attention.watching.growth import FMA_LOGIT
 from config import from_json
 from errors import UserError
 from figures import canvas, curves, delta, inputs, pretrained, similarity
@@ -287,3 +288,25 @@ def test_the_summary_of_runs_is_that_of_their_files(study: str, tmp_path: Path) 
     patience = PATIENCE.get(study, "200")
     compare_runs.main([folder, *layer, "--out", "none", "--table", table, "--patience", patience, "--at", *steps])
     assert (tmp_path / "summary.csv").read_text() == (EXPERIMENTS / study / "summary.csv").read_text()
+
+
+def test_the_table_of_jumps_is_that_of_the_runs() -> None:
+    """Runs of ``flash`` whose largest logit passes the FMA threshold: the first probe that sees it, and, from the probe before on, the
+    first gradient norm above 20 and the first loss above the margin."""
+    rows = ["run,logit_past_threshold_at,grad_norm_above_20_at,loss_above_margin_at,steps_until_both"]
+    for study in ("matched_pairs", "one_wheel", "who_is_at_risk/gpt2"):
+        for path in sorted(EXPERIMENTS.glob(f"{study}/runs/*flash*/config.json")):
+            run = compare_runs.load(path.parent)
+            logits, losses = run.of_layers("max_logit", "max"), run.column("train_loss")
+            past = logits.index[logits > FMA_LOGIT]
+            # The first 6,000 steps of flash_2_to_6500 stand in the folder flash_2 of that study.
+            if run.config["attention_name"] != "flash" or past.empty or path.parent.match("matched_pairs/runs/flash_2"):
+                continue
+            before = logits.index[logits.index < past[0]][-1]
+            above = losses.index[losses > losses.cummin() + 0.5]
+            jump, rise = (
+                next(step for step in steps if step >= before)
+                for steps in (compare_runs.large_norms(run.column("grad_norm")), above)
+            )
+            rows.append(f"{study}/{run.name},{past[0]},{jump},{rise},{max(jump, rise) - past[0]}")
+    assert (EXPERIMENTS / "past_the_threshold.csv").read_text().splitlines() == rows
