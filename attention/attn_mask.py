@@ -43,7 +43,9 @@ def last_queries(B: int, T: int, S: int, device: torch.device) -> Mask:
     return Mask(ranges=torch.stack((torch.zeros_like(last), last)).expand(B, 2, T))
 
 
-def mask_of(mask: Tensor, own: Tensor, batches: object, B: int, T: int, S: int) -> Mask:
+def mask_of(
+    mask: Tensor, own: Tensor, batches: tuple[torch.Size, torch.Size, torch.Size], B: int, T: int, S: int
+) -> Mask:
     """A checked ``attn_mask`` [B or 1, H or 1, T or 1, S or 1] as the backends take it; ``own``: the caller's, of which it is a view or,
     in batches of several dimensions, an expanded copy: ``batches`` says which."""
     compiling = torch.compiler.is_compiling()
@@ -62,7 +64,9 @@ def mask_of(mask: Tensor, own: Tensor, batches: object, B: int, T: int, S: int) 
     return Mask(ranges=ranges.expand(B, 2, T), keys=keys.expand(B, S), padded=padded)
 
 
-def _known_split(own: Tensor, mask: Tensor, batches: object) -> tuple[Tensor, Tensor, Tensor]:
+def _known_split(
+    own: Tensor, mask: Tensor, batches: tuple[torch.Size, torch.Size, torch.Size]
+) -> tuple[Tensor, Tensor, Tensor]:
     """``_split(mask)``, once for all layers that get the same tensor ``own``, the caller's, which with ``batches`` decides ``mask``."""
     if own.is_inference():  # counts no versions
         return _split(mask)
