@@ -325,12 +325,19 @@ def settings_of(run: Run) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not name.startswith(UNTOLD)}
 
 
+def shown(run: Run, name: str, value: Any) -> str:
+    """A setting; rules of attention as the table names them, behind the default."""
+    return run.config["attention_name"].partition("; ")[2] or "none" if name == "attention.rules" else repr(value)
+
+
 def against(first: Run, run: Run) -> str:
     """From where a run differs from the first, and in which settings."""
     old, new = settings_of(first), settings_of(run)
     if old.get("source_sha256", "") == new.get("source_sha256"):  # another commit of the same source
         old["git_commit"] = new["git_commit"] = None
-    changes = [f"{name}: {old[name]!r} -> {new[name]!r}" for name in old if name in new and old[name] != new[name]]
+    odd = [name for name in old if name in new and old[name] != new[name]]
+    pairs = [(name, shown(first, name, old[name]), shown(run, name, new[name])) for name in odd]
+    changes = [f"{name}: {was} -> {now}" for name, was, now in pairs if was != now]  # rules may lack an empty field
     changes += sites_changed(first, run)
     # Kernels and weights to begin with are in the records of runs that have them.
     if alone := sum(not name.startswith(("kernels.", "init_sha256")) for name in old.keys() ^ new.keys()):

@@ -107,6 +107,19 @@ def test_a_log_that_a_resume_found_changed_is_told(tmp_path: Path, capsys: pytes
     assert "\na: metrics.jsonl: changed since S: line 3.\n" in told(capsys, tmp_path / "a")
 
 
+def test_rules_are_told_as_the_table_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rules, label in (
+        ("a", [], "flash"),
+        ("b", [{"layers": [1]}], "flash; layer 1 fp8 (tile_k=0); layer 2 fp8"),
+    ):
+        path = write_run(tmp_path / name, [2.0] * 6) / "config.json"
+        record = json.loads(path.read_text()) | {"attention_name": label}
+        record["config"]["attention"]["rules"] = rules
+        path.write_text(json.dumps(record))
+    change = "attention.rules: none -> layer 1 fp8 (tile_k=0); layer 2 fp8."
+    assert f"; {change}\n" in told(capsys, tmp_path / "a", tmp_path / "b")
+
+
 ALL, ONE, REST = {"0": [0, 1], "1": [0, 1]}, {"0": [0]}, {"0": [1], "1": [0, 1]}
 ODD = f"delta x -> y, {', '.join(f's{i:02} x -> y' for i in range(11))} and 2 more"
 
