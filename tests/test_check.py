@@ -31,10 +31,10 @@ from attention.check.__main__ import QUICK, main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
-from attention.check.judge import judge
+from attention.check.judge import OF_DELTA, OF_P, judge
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
-from attention.check.report import csv_of, environment, reasons, table
+from attention.check.report import DECISIVE, csv_of, environment, reasons, table
 from errors import UserError
 
 device = kernel_tests.device
@@ -563,10 +563,25 @@ def test_errors_of_another_class_that_is_not_captured_leave_the_sum_open(beside:
     assert ("\nerrors: dQ is probably added" in replace(report, cases=both).text()) == told
 
 
-def test_the_cure_of_delta_names_a_rounded_l() -> None:
-    report = check_attention("flash_delta_from_p", device="cpu", classes="captured_late")
-    assert "\ndelta or P: " in report.text()
-    assert "keep m and l apart" in report.text()
+@pytest.mark.parametrize(
+    ("kernel", "classes", "cures"),
+    [
+        ("flash", ["common_part"], [OF_DELTA]),
+        ("flash", ["captured_late"], [OF_DELTA, OF_P]),
+        ("flash_delta_from_p", ["captured_late", *DECISIVE], [OF_P]),
+        ("plain", ["scale"], ["scores: keep S in FP32 up to the softmax"]),
+        (lambda q, *kv: plain(q * kv[3], *kv[:3], 1.0), ["scale"], ["scores: multiply S by the scale, not q"]),
+    ],
+)
+def test_advice_is_on_what_was_seen_alone(kernel: Any, classes: list[str], cures: list[str]) -> None:
+    text = check_attention(kernel, device="cpu", shape=replace(SMALL, D=64), classes=classes).text()
+    assert re.findall(r"^(?:delta or P|scores): .*", text, re.MULTILINE) == cures
+
+
+@pytest.mark.parametrize(("kernel", "told"), [("flash", True), ("plain", False)])
+def test_how_to_sum_rows_is_told_where_their_sums_are_off(kernel: str, told: bool) -> None:
+    text = check_attention(kernel, device="cpu", shape=SMALL, classes="peaked_1000").text()
+    assert ("; rows: norm(dQ[..., -1])" in text) == told
 
 
 @pytest.mark.parametrize("T", [32, 100, 256])
@@ -1197,7 +1212,7 @@ def test_a_class_of_masks_is_told_without_causal_which_it_does_not_take() -> Non
 
 def test_the_text_has_the_mask_of_the_inputs() -> None:
     report = check_attention(blind_tail, device="cpu", shape=SMALL, classes="window")
-    assert " has q, k, v, do, scale, causal, mask.visible; " in report.text()
+    assert " has q, k, v, do, scale, causal, mask.visible" in report.text()
 
 
 def moves_its_o(*call: Any) -> tuple[Tensor, None]:

@@ -175,13 +175,19 @@ def worst(verdicts: Iterable[str]) -> str:
     return max(verdicts, key=ORDER.index)
 
 
+L_ROUNDED = 2.0**24 * ROWS_AT_RISK
+"""The logit from which half a unit in the last place of L, in FP32, is the limit of rows."""
+OF_DELTA = "delta or P: delta = rowsum(dO * O) needs the O of before its rounding to 16 bits, or make it rowsum(P * dP)"
+OF_P = (
+    "delta or P: the backward pass needs the P that O was made of: keep m and l apart, "
+    f"as L = m + log(l) is too coarse at logits above {L_ROUNDED:,.0f}"
+)
 CURES = {
-    "delta or P": "delta = rowsum(dO * O) needs the O of before its rounding to 16 bits, or make it rowsum(P * dP); "
-    "and the backward pass needs the P that O was made of: keep m and l apart, as L = m + log(l) is rounded at large logits",
-    "exponent": "exp2(s c - m c) as one FMA rounds m c and not s c: subtract first",
-    "scores": "keep S in FP32 up to the softmax, and multiply S by the scale, not q",
+    "exponent: ": "exponent: exp2(s c - m c) as one FMA rounds m c and not s c: subtract first",
+    "as where S is rounded": "scores: keep S in FP32 up to the softmax",
+    "as where q times its scale is rounded": "scores: multiply S by the scale, not q",
 }
-"""Advice by the beginning of a reason, where we know any (docs/results.md)."""
+"""Other advice by a part of a reason, where we know any (docs/results.md)."""
 ADDED = {
     "cancelling_tiles": (("dq",), "dQ is probably added in 16 bits between tiles of keys: add it in FP32"),
     "cancelling_queries": (

@@ -141,7 +141,7 @@ class Report:
         elif wrong := [case.name for case in self.cases if case.verdict == judge.WRONG]:
             lines.append(f"first mend what is wrong, then read the rest: {', '.join(wrong)}")
         else:
-            lines += [f"{site}: {judge.CURES[site]}" for site in self.found if site in judge.CURES]
+            lines += _cures(judged)
             of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
             made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
             if len(made) == 1:
@@ -188,8 +188,9 @@ class Report:
         more = ", causal=False" * (not self.causal and case.name not in WITH_CAUSAL)
         given = f'"{case.name}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
         masked = ", mask.visible" * (case.name in MASKED)
-        how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal{masked}; "
-        how += f"rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), dQ over multiples of dO: {__package__}.measures.row_sums"
+        how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal{masked}"
+        if "rows of dS" in case.reason:
+            how += f"; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), dQ over multiples of dO: {__package__}.measures.row_sums"
         # A command finds no function of the script that called, none within another, and no object.
         nameless = any(mark in self.kernel for mark in ("__main__:", "<", "("))
         if case.name in measures.OWN:
@@ -197,6 +198,16 @@ class Report:
             given = f'{call}, {__package__}.{shape!r}, {DTYPES[self.dtype]}, torch.device("{self.device}"){more}'
             how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}({given})"
         return [how] if nameless else [f"again: {command}", how]
+
+
+def _cures(judged: Sequence[Case]) -> list[str]:
+    """Advice on the reasons. At small logits it is delta that is off, at large ones P, and delta unless it is right in ``DECISIVE``."""
+    logits = [case.measures["largest_logit"] for case in judged if case.reason.startswith("delta or P: ")]
+    large = any(logit >= judge.L_ROUNDED for logit in logits)
+    small = any(logit < judge.L_ROUNDED for logit in logits)
+    told = [judge.OF_DELTA] * (small or (large and not {case.name for case in judged} >= DECISIVE))
+    told += [judge.OF_P] * large
+    return told + [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
 
 
 def _left(report: Report) -> str:
