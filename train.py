@@ -29,7 +29,8 @@ with trainer_packages():
     from tqdm import tqdm
 
     import config as configuration
-    from attention.plan import round_nothing
+    from attention.plan import outline
+    from attention.rounding import FORMAT_OF
     from config import TrainConfig
     from training import distributed, outcome, throughput
     from training.distributed import DistContext
@@ -278,8 +279,7 @@ def announce(run: Run) -> None:
         f"{dist.world_size} process(es) on {dist.device.type}, {run.batches.accumulation()} micro-step(s) of "
         f"{config.data.micro_batch} x {config.data.sequence_length} tokens each, from step {run.start_step}"
     )
-    if config.precision.dtype == "float32" and round_nothing(run.interventions.plans):
-        dist.print0(f"attention {attention} rounds nothing in float32: a base such as numerics=microcosm does")
+    dist.print0("\n".join(outline(run.interventions.plans, FORMAT_OF[config.precision.torch_dtype])))
     if run.peak_flops is not None or dist.device.type == "cuda":
         dist.print0(throughput.explain(network.flops_per_token, run.peak_flops))
 

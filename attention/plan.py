@@ -190,15 +190,26 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
     return _plan_layer(plan.layer, [specs[head] for head in range(plan.n_head)], plan.flash_backend)
 
 
-def round_nothing(plans: Sequence[LayerPlan]) -> bool:
-    """Whether all heads use a flash preset, and none of its sites rounds where q, k and v are float32."""
-    coarse = {"bf16", "fp16", *MANTISSA_FORMATS, *LOW_FORMATS}
-    groups = [group for plan in plans for group in plan.groups]
-    return all(
-        group.backend in FLASH_BACKENDS
-        and coarse.isdisjoint(asdict(numerics_of(group.backend, group.numerics).concrete("fp32")).values())
-        for group in groups
-    )
+def outline(plans: Sequence[LayerPlan], dtype: str) -> list[str]:
+    """A line for each attention: its layers, its heads unless all, its name, and its sites that are not as in base ``fp32``, where q, k
+    and v are ``dtype`` (``fp32``, ``bf16`` or ``fp16``). Of a flash preset that rounds nothing there it says so."""
+    places: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for plan in plans:
+        for group in plan.groups:
+            heads = f" heads {','.join(map(str, group.heads))}" if len(plan.groups) > 1 else ""
+            where = places.setdefault((group.spec.label(), group.backend, group.numerics), {})
+            where.setdefault(heads, []).append(str(plan.layer))
+    coarse, told = {"bf16", "fp16", *MANTISSA_FORMATS, *LOW_FORMATS}, []
+    for (label, backend, key), where in places.items():
+        numerics = numerics_of(backend, key).concrete(dtype)
+        rounds = ", ".join(numerics.differences(BASES["fp32"].concrete("fp32")))
+        if not BACKENDS[backend].has_sites:
+            rounds = "rounds as its kernel does"
+        elif backend in FLASH_BACKENDS and coarse.isdisjoint(asdict(numerics).values()):
+            rounds = f"rounds nothing in {dtype}: a base such as numerics=microcosm does"
+        layers = "; ".join(f"layer {','.join(layers)}{heads}" for heads, layers in where.items())
+        told.append(f"{'all layers' if len(places) == 1 else layers}: {label}: {rounds}")
+    return told
 
 
 def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:

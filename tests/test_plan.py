@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attention.numerics import HARDWARE, Numerics
-from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe, round_nothing
+from attention.plan import AttentionConfig, AttentionRule, AttentionSpec, describe, outline
 from attention.presets import RECOMMENDED
 from errors import UserError
 
@@ -37,7 +37,26 @@ def test_a_preset_of_what_a_base_gets_and_of_fixed_sites_has_both() -> None:
     ],
 )
 def test_a_flash_preset_without_a_rounding_in_float32_is_told(spec: AttentionSpec, nothing: bool) -> None:
-    assert round_nothing(AttentionConfig(default=spec).resolve(2, 2)) == nothing
+    (line,) = outline(AttentionConfig(default=spec).resolve(2, 2), "fp32")
+    assert line.startswith("all layers: ")
+    assert ("rounds nothing" in line) == nothing
+
+
+def test_the_outline_has_layers_heads_and_sites_of_each_attention() -> None:
+    rule = AttentionRule(layers=(1,), heads=(0, 2), attention=AttentionSpec(sites=("output=m3",)))
+    plans = AttentionConfig(default=AttentionSpec(numerics="fp32"), rules=(rule,)).resolve(3, 3)
+    exact, coarse = outline(plans, "bf16")
+    assert exact == "layer 0,2; layer 1 heads 1: flash (fp32): inputs=bf16, output=bf16"
+    assert coarse.startswith("layer 1 heads 0,2: flash (output=m3): ")
+    assert " output=m3, " in coarse
+
+
+def test_each_attention_that_rounds_nothing_is_told_beside_one_that_rounds() -> None:
+    rule = AttentionRule(layers=(1,), attention=AttentionSpec())
+    default = AttentionSpec(numerics="microcosm")
+    coarse, exact = outline(AttentionConfig(default=default, rules=(rule,)).resolve(3, 2), "fp32")
+    assert "rounds nothing" not in coarse
+    assert exact == "layer 1: flash: rounds nothing in fp32: a base such as numerics=microcosm does"
 
 
 def test_the_record_spells_out_every_site_and_every_head() -> None:
