@@ -125,11 +125,16 @@ def other_blocks() -> Figure:
 
 
 def fp8() -> Figure:
-    colors = {"fp8_layer_1": ORANGE, "fp8_consistent_layer_1": BLUE, "fp8_delta_star_layer_1": GREEN}
-    arms = (("FP8, one P and one O", BLUE), ("FP8, delta*", GREEN))
-    of_loss = [(1150, 5.0, "FP8: explodes", ORANGE), *((1150, 1.4 + 0.6 * i, *arm) for i, arm in enumerate(arms))]
-    of_logits = [(1050, 2.2e6, "FP8", ORANGE), *((1000, 30 / 2.5**i, *arm) for i, arm in enumerate(arms))]
-    return loss_and_logits(colors, "max_logit_1", of_loss, of_logits, "below_bf16/gpt2/runs", end=2400)
+    arms = (
+        ("FP8: explodes", ORANGE, "fp8_layer_1"),
+        ("P alone: explodes", PURPLE, "p_fp8"),
+        ("all but P, to 1,500", SKY, "all_but_p_fp8"),
+        ("all, delta*, to 1,567", GREEN, "fp8_delta_star_layer_1"),
+        ("all, one P and one O", BLUE, "fp8_consistent_layer_1"),
+    )
+    colors = {runs: color for _, color, runs in arms}
+    of_loss = [(1150, 7.9 - 0.55 * i, words, color) for i, (words, color, _) in enumerate(arms)]
+    return loss_and_logits(colors, "max_logit_1", of_loss, runs="below_bf16/gpt2/runs", end=2400)
 
 
 def main() -> None:
