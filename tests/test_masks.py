@@ -256,6 +256,18 @@ def test_columns_that_pad_a_block_of_keys_have_no_part_in_a_scale(
         assert (x - y).float().norm() < 2.0**-8 * y.float().norm()
 
 
+@pytest.mark.parametrize("backend", ["flash", "flash_reference"])
+@pytest.mark.parametrize("scale", ["_row", "_mx", "_nv"])
+def test_hidden_values_have_no_part_in_a_scale_of_dp(scale: str, backend: str, device: torch.device) -> None:
+    """Gradients of a sequence are the same to the bit whatever V of the next one is; a tile has keys of both."""
+    case, first = Case(T=72, S=72, H=1, K=1, packed=(40, 32)), slice(40)
+    q, k, v, do = case.tensors(device)
+    other = torch.cat((v[:, first], 30 * v[:, 40:]), dim=1)
+    spec = spec_of(backend, "flash", ("tile_k=32", f"probability_gradients=e2m1{scale}"))
+    plain, found = (computed(case, (q, k, x, do), spec) for x in (v, other))
+    assert same(tuple(x[:, first] for x in found), tuple(x[:, first] for x in plain))
+
+
 @pytest.mark.parametrize("backend", NAMED)
 @pytest.mark.parametrize("case", [KEYS[0], KEYS[1], KEYS[2], PACKED[1]], ids=str)
 def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.device) -> None:

@@ -135,8 +135,9 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
     total = torch.zeros_like(saved[..., :1])
     row_sum = torch.zeros_like(total)
     for columns in problem.column_tiles(rows):
-        p = probabilities(exponent, exponent.scores(rows, columns), saved)
-        dp = problem.dp(do, columns)
+        s = exponent.scores(rows, columns)
+        p = probabilities(exponent, s, saved)
+        dp = problem.dp(do, columns, s)
         total += (p * dp).sum(dim=-1, keepdim=True)
         row_sum += p.sum(dim=-1, keepdim=True)
     if problem.sinks is not None:
@@ -181,7 +182,7 @@ def _score_gradients(
     exponent = exponent_of(problem)
     s = exponent.scores(rows, columns)
     p = probabilities(exponent, s, saved)
-    return p, problem.through_softcap(p * (problem.dp(do, columns) - delta), s)
+    return p, problem.through_softcap(p * (problem.dp(do, columns, s) - delta), s)
 
 
 def _backward_tile(
@@ -218,8 +219,9 @@ def _row_sums(problem: Problem, rows: slice, do: Tensor, saved: Tensor, delta: T
     nothing = [torch.zeros_like(delta) for _ in range(4)]
     sums = _RowSums(nothing[0], nothing[1], nothing[2], nothing[3], torch.zeros_like(problem.q[:, :, rows]))
     for columns in problem.column_tiles(rows):
-        p = probabilities(exponent, exponent.scores(rows, columns), saved)
-        dp = problem.dp(do, columns)
+        s = exponent.scores(rows, columns)
+        p = probabilities(exponent, s, saved)
+        dp = problem.dp(do, columns, s)
         ds, p_rounded, k = p * (dp - delta), sites.probabilities(p), problem.k[:, :, columns]
         parts = (*(x.sum(dim=-1, keepdim=True) for x in (sites.score_gradients(ds), ds, p, p_rounded)), p_rounded @ k)
         for total, part in zip(sums, parts, strict=True):

@@ -85,9 +85,12 @@ class Problem:
         qkv = {name: getattr(self, name)[:, heads] for name in ("q", "k", "v", "v_of_dp")}
         return replace(self, **qkv, sinks=sinks)
 
-    def dp(self, do: Tensor, columns: slice) -> Tensor:
-        """dP of one tile [B, H, R, C], rounded, from the dO of its rows."""
-        return self.sites.probability_gradients(do @ self.v_of_dp[:, :, columns].transpose(-1, -2))
+    def dp(self, do: Tensor, columns: slice, s: Tensor) -> Tensor:
+        """dP of one tile [B, H, R, C], rounded, from the dO of its rows and its masked S."""
+        dp = do @ self.v_of_dp[:, :, columns].transpose(-1, -2)
+        if self.sites.numerics.probability_gradients in LOW_FORMATS:
+            dp = dp.masked_fill(s == -torch.inf, 0.0)  # what is hidden has no part in a scale
+        return self.sites.probability_gradients(dp)
 
     def row_tiles(self) -> Iterator[slice]:
         yield from _slices(self.q.shape[2], self.sites.numerics.tile_q)

@@ -159,6 +159,8 @@ def query_kernel(
             b_v = operand(b_v, SITES.inputs, DTYPE)
             b_p = probabilities(b_s, b_m[:, None], b_saved_sum[:, None], scalars.unit, SITES)
             b_dp = dot(b_do, tl.trans(b_v), tl.zeros([BT, BS], tl.float32))
+            if SITES.probability_gradients >= LOW:
+                b_dp = tl.where(b_s > -float("inf"), b_dp, 0.0)  # what is hidden has no part in a scale
             b_dp = round_to(b_dp, SITES.probability_gradients)
             if ONLY_DELTA:
                 b_delta += tl.sum(b_p * b_dp, 1)
@@ -317,6 +319,8 @@ def key_kernel(
                 b_p = probabilities(b_s, b_m[None, :], b_saved_sum[None, :], scalars.unit, SITES, True)
                 b_dv_part = dot(operand(b_p, SITES.probabilities_in_dv, DTYPE, True), b_do, b_dv_part)
                 b_dp = dot(b_v, tl.trans(b_do), tl.zeros([BS, BT], tl.float32))
+                if SITES.probability_gradients >= LOW:
+                    b_dp = tl.where(b_s > -float("inf"), b_dp, 0.0)
                 b_ds = b_p * (round_to(b_dp, SITES.probability_gradients, True) - b_delta[None, :])
                 if SHAPE.SOFTCAP:
                     b_t = b_s / scalars.softcap
