@@ -203,11 +203,23 @@ CANNOT: list[tuple[dict[str, Any], str, str]] = [
             ("score_gradients=e4m3_head", "block by block: score_gradients = 'e4m3_head', expected no scale, or row"),
             ("probabilities=int8_stochastic", "block by block: probabilities = 'int8_stochastic', expected no scale"),
             ("score_gradients=e5m2_row", "that of a tile, and it needs tile_k 16 or 32, not 512"),
+            ("probabilities=e4m3_mx", "is 1, not just below: row_max_rounding = 'unrounded', expected up"),
+        )
+    ),
+    *(
+        ({"backend": "flash", "preset": "flash_consistent", "sites": sites}, reason, "flash_reference")
+        for sites, reason in (
             (
-                "probabilities=e4m3_mx",
-                "the largest P is 1, not just below: exponent = 'fma', expected separate_multiply",
+                ("probabilities_in_dv=int8_mx", "exponent=separate_multiply", "row_max_rounding=unrounded"),
+                "row_max_rounding = 'unrounded', expected up",
             ),
-            ("probabilities_in_dv=int8_mx", "expected separate_multiply, or row_max_rounding = up with backward_pro"),
+            (
+                ("probabilities_in_dv=int8_mx", "backward_probabilities=unrounded"),
+                "backward_probabilities = 'unrounded', expected forward",
+            ),
+            (("probabilities_in_dv=int8_mx", "probabilities=fp32"), "probabilities = 'fp32', expected bf16, or fewer"),
+            (("probabilities=e4m3_row", "probabilities_in_dv=int8_mx", "tile_k=32"), "'e4m3_row', expected bf16, or"),
+            (("probability_gradients=e5m2_row", "tile_k=64"), "and it needs tile_k 16 or 32, not 64"),
         )
     ),
     ({"preset": "standard", "sites": ("output_gradient=e4m3_row",)}, "no formats below BF16", "flash_reference"),

@@ -239,7 +239,7 @@ ONE_P = ("backward_probabilities=forward", "divisor=rounded", "saved_statistics=
     "sites",
     [
         ("score_gradients=e5m2_row",),
-        ("probabilities_in_dv=int8_mx", "exponent=separate_multiply"),
+        ("probabilities_in_dv=int8_mx", "row_max_rounding=up", *ONE_P),
         ("probabilities=e4m3_row", *ONE_P),
     ],
     ids=str,

@@ -90,12 +90,18 @@ def tile_obstacle(n: Numerics) -> str | None:
     for scale, size in (("mx", 32), ("nv", 16)):
         if scale in scales and n.tile_k % size:
             return f"a scale of P, dP or dS counts {size} neighbors, and it needs tile_k divisible by {size}, not {n.tile_k}"
-    # The largest P of a row may be 1 + 2^-23 in the kernels, 1 - 2^-24 in the reference, as S differs in its last bit.
-    below_one = n.row_max_rounding == "up" and n.backward_probabilities == "forward"
-    of_p = (n.probabilities, n.probabilities_in_dv)
-    if any(fmt.endswith("_mx") for fmt in of_p) and n.exponent != "separate_multiply" and not below_one:
-        able = "separate_multiply, or row_max_rounding = up with backward_probabilities = forward"
-        return f"an mx scale of P doubles where the largest P is 1, not just below: exponent = {n.exponent!r}, expected {able}"
+    # The largest P of a row may be 1 + 2^-23 in the kernels, 1 - 2^-24 in the reference, as S differs in its last bit. It is the same where
+    # it is a P_bar in (1/2, 1], rounded so far that the bit is lost, over a sum of such.
+    coarse = n.probabilities == "bf16" or (n.probabilities in LOW_FORMATS and not n.probabilities.endswith("_row"))
+    able = {
+        "row_max_rounding": (n.row_max_rounding == "up", "up"),
+        "backward_probabilities": (n.backward_probabilities == "forward", "forward"),
+        "probabilities": (coarse, "bf16, or fewer bits with no scale, or mx or nv"),
+    }
+    for name, (right, expected) in able.items():
+        if not right and any(fmt.endswith("_mx") for fmt in (n.probabilities, n.probabilities_in_dv)):
+            reason = "an mx scale of P doubles where the largest P is 1, not just below"
+            return f"{reason}: {name} = {getattr(n, name)!r}, expected {expected}"
     if n.delta_error == "zero_sum" and any(getattr(n, name) in LOW_FORMATS for name in SITES):
         return "it has no delta_error zero_sum beside a format below BF16"
     return None
