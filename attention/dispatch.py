@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .backends import BACKENDS, Call, lacking, numerics_of, obstacle
 from .functional import checked_numbers, constant_result, refuse_flag, refuse_tangent
+from .mask import seen_by_causal
 from .plan import HeadGroup, LayerPlan
 from .rounding import FORMAT_OF
 from .user_error import UserError
@@ -88,6 +89,8 @@ def run(
         seed, backend = rounding_seed ^ group.seed_offset, BACKENDS[group.backend]
         return backend.run(*qkv, group.numerics, seed=seed, scale=scale, causal=causal, softcap=softcap)
 
+    if causal:
+        k_BTHD, v_BTHD = seen_by_causal(k_BTHD, v_BTHD, q_BTHD.shape[1])
     if len(plan.groups) == 1:
         return call(plan.groups[0], q_BTHD, k_BTHD, v_BTHD)
     parts = []

@@ -17,7 +17,7 @@ from torch.overrides import wrap_torch_function
 
 from .attn_mask import is_bottom_right, is_causal_bias, last_queries, mask_of
 from .backends import BACKENDS, Call, numerics_of, obstacle
-from .mask import NO_MASK
+from .mask import NO_MASK, seen_by_causal
 from .numerics import BASES
 from .plan import AttentionConfig, AttentionSpec
 from .presets import PRESETS, RECOMMENDED, unaliased
@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
             look at a mask, so CUDA graphs cannot hold it; it does not look at [B, 1, 1, S], padding alone. It looks again after an
             in-place edit, but not one through ``.data`` or NumPy, which torch does not count: give such a mask as a new tensor.
             Or ``causal_upper_left(T, S)`` or ``causal_lower_right(T, S)`` of ``torch.nn.attention.bias``.
-        is_causal: query t sees keys up to t.
+        is_causal: query t sees keys up to t. Keys behind the last query may be anything.
         scale: of Q K^T; default 1 / sqrt(D). A number, or what ``float`` takes, except text and tensors on a GPU (the host would
             wait); in compiled code Python's numbers.
         numerics: name of a preset, "robust" for the recommended one, or an ``AttentionSpec`` with its sites.
@@ -130,6 +130,8 @@ def scaled_dot_product_attention(
         o = o.float() if unrounded else o
     else:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        if causal and not mask.features():  # others hide these keys themselves
+            k, v = seen_by_causal(k, v, T)
         if width != D:  # a pad of nothing would copy
             q, k = (functional.pad(x, (0, width - D)) for x in (q, k))
         if value_width != DV:

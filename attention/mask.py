@@ -77,6 +77,11 @@ class KeyRanges(NamedTuple):
         return hidden if self.padding is None else hidden | ~self.padding
 
 
+def seen_by_causal(k_BSHD: Tensor, v_BSHD: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """K and V without the keys that none of T causal queries sees: they may be anything, and have no part in scales and means."""
+    return (k_BSHD[:, :T], v_BSHD[:, :T]) if k_BSHD.shape[1] > T else (k_BSHD, v_BSHD)
+
+
 def split(visible: Tensor) -> tuple[Tensor, Tensor, bool]:
     """A mask, bool [B, T, S], True where a query sees a key, as ``ranges`` (int32, equal ends where a query sees no key), ``keys`` and
     ``padded`` of ``Mask``, which give it back exactly. ``ValueError`` if there are none.

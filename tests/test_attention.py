@@ -281,6 +281,13 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], reason: s
         attention.run(q, k, v, **named)
 
 
+def test_keys_behind_the_last_causal_query_are_never_read() -> None:
+    (plan,) = AttentionConfig(default=AttentionSpec(preset="sage_bwd")).resolve(1, 3)
+    more = torch.cat((Q, torch.full_like(Q, torch.nan)), dim=1)
+    found, alone = (attention.run(Q, x, x, plan, rounding_seed=torch.tensor(0)) for x in (more, Q))
+    assert torch.equal(found, alone)
+
+
 @pytest.mark.parametrize("spec", [{"preset": "standard"}, {"preset": "external", "kernel": "torch:math"}], ids=str)
 @pytest.mark.parametrize("settings", [{"causal": False}, {"causal": False, "scale": 0.0}, {"scale": 0.7}, {}], ids=str)
 def test_causal_and_scale_are_those_of_the_call(settings: dict[str, Any], spec: dict[str, str]) -> None:

@@ -174,6 +174,20 @@ def test_compiled_for_any_shape_and_number_gives_the_same_bits(changes: dict[str
         assert same(eager, found)
 
 
+NAMES = ("standard", "flash", "flash_consistent", "fp8", "sage_bwd", "sdpa_math")
+
+
+@pytest.mark.parametrize(("numerics", "how"), [*((name, "eager") for name in NAMES), ("sage_bwd", "compiled")])
+def test_keys_behind_the_last_causal_query_are_never_read(numerics: str, how: str) -> None:
+    """Nor have they a part in a scale, or in the mean key."""
+    (q, k, v, do), function = tensors(queries=8, keys=32), eager_or_compiled(how)
+    inputs = q, *(functional.pad(x[:, :, :8], (0, 0, 0, 24), value=math.nan) for x in (k, v))
+    o, dq, dk, dv = results(function, inputs, do, is_causal=True, numerics=numerics)
+    alone = (q, k[:, :, :8], v[:, :, :8])
+    assert same((o, dq, dk[:, :, :8], dv[:, :, :8]), results(function, alone, do, is_causal=True, numerics=numerics))
+    assert dk[:, :, 8:].count_nonzero() == dv[:, :, 8:].count_nonzero() == 0
+
+
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
 def test_a_mask_is_looked_at_once_and_again_if_edited(dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(side_effect=attention.attn_mask.split)
