@@ -268,6 +268,15 @@ def test_hidden_values_have_no_part_in_a_scale_of_dp(scale: str, backend: str, d
     assert same(tuple(x[:, first] for x in found), tuple(x[:, first] for x in plain))
 
 
+@pytest.mark.parametrize("backend", ["flash", "flash_reference"])
+def test_do_of_rows_that_see_nothing_has_no_part_in_its_scale(backend: str, device: torch.device) -> None:
+    case = PACKED[1]  # the last ten rows belong to none
+    q, k, v, do = case.tensors(device)
+    larger = torch.cat((do[:, :30], 1000 * do[:, 30:]), dim=1)
+    spec = spec_of(backend, "flash", ("output_gradient=int8_tensor",))
+    assert same(*(computed(case, (q, k, v, x), spec) for x in (do, larger)))
+
+
 @pytest.mark.parametrize("backend", NAMED)
 @pytest.mark.parametrize("case", [KEYS[0], KEYS[1], KEYS[2], PACKED[1]], ids=str)
 def test_what_nobody_sees_is_never_read(case: Case, backend: str, device: torch.device) -> None:

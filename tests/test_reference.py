@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Problem, causal_scores, make, relative_errors, run
+from attention_cases import Problem, causal_scores, make, relative_errors, results, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention import AttentionSpec
+from attention import AttentionSpec, scaled_dot_product_attention
 from attention.mask import NO_MASK
 from attention.numerics import HARDWARE, Numerics
 from attention.presets import PRESETS
 from attention.reference.flash import _forward, row_deltas, row_residuals
 from attention.reference.stabilize import tile_row_max
+from attention.rounding import COLUMN_SIGN_STREAM, ROW_SIGN_STREAM, random_bits
 from errors import UserError
 
 PAPER_V2 = AttentionSpec(preset="flash_stable").resolve()
@@ -196,6 +197,27 @@ def test_zero_sum_noise_leaves_rows_of_ds_at_a_sum_of_zero() -> None:
     plain, noisy, dosed = (run(p, spec)[1] for spec in specs)
     assert noisy[..., 0].abs().max() < 1e-5 < 1e-3 < dosed[..., 0].abs().min()
     assert (noisy - plain).norm() > 0.1 * (dosed - plain).norm()
+
+
+def test_zero_sum_noise_of_heads_that_share_keys_has_the_signs_of_their_keys() -> None:
+    """dQ and dK against matrices."""
+    p, size, seed = make("random", torch.float32, torch.device("cpu"), (2, 40, 4, 16)), 0.5, torch.tensor(3)
+    q, k, v, do = (x.transpose(1, 2) for x in (p.q, p.k[:, :, :2], p.v[:, :, :2], p.do))
+    sites = (*FP32, f"delta_error_size={size}", "delta_error=zero_sum")
+    spec = AttentionSpec(preset="flash_delta_from_p", backend="flash_reference", sites=sites)
+    settings = {"is_causal": True, "enable_gqa": True, "rounding_seed": seed}
+    _, dq, dk, _ = results(scaled_dot_product_attention, (q, k, v), do, numerics=spec, **settings)
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    weights, dp = causal_scores(q, k, 0.25).softmax(dim=-1), do @ v.mT
+    of_rows, of_keys = (
+        2.0 * (random_bits(seed, stream, torch.Size(shape)) & 1) - 1
+        for stream, shape in ((ROW_SIGN_STREAM, (2, 4, 40)), (COLUMN_SIGN_STREAM, (2, 40, 2)))
+    )
+    error = size * (weights * dp).sum(dim=-1).square().mean(dim=-1, keepdim=True).sqrt() * of_rows
+    dp = dp + error[..., None] * of_keys.mT.repeat_interleave(2, dim=1)[:, :, None]
+    ds = 0.25 * weights * (dp - (weights * dp).sum(dim=-1, keepdim=True))
+    exact = ds @ k, (ds.mT @ q).unflatten(1, (2, 2)).sum(dim=2)
+    assert max(relative_errors((dq, dk), exact)) < 1e-5
 
 
 @pytest.mark.parametrize("site", ["values", "values_in_dp", "output_gradient", "output_gradient_in_dv"])
