@@ -21,7 +21,8 @@ OUTPUT_STREAM, DELTA_STREAM, PROBABILITIES_STREAM = 0, 1, 2
 ROW_SIGN_STREAM, ROW_CHOICE_STREAM, COLUMN_SIGN_STREAM = 3, 4, 5
 """Streams of random bits, independent of each other: the O passed on, the O inside delta and P_bar; and what ``delta_error`` draws."""
 SITE_STREAMS = 2**16
-"""Number of streams of random bits for each site with a stochastic cast: a site's begin at this times its number."""
+"""Number of streams of random bits for each site with a stochastic cast: a site's begin at this times its number. A site that rounds
+tiles has one."""
 NUMBERS_OF_SITES = {
     "queries_and_keys": 3,
     "values": 4,
@@ -155,8 +156,9 @@ def random_bits(seed: Tensor, stream: int, shape: torch.Size) -> Tensor:
     return _halves(seed, (index, zero, zero + stream, zero))[: shape.numel()].view(shape)
 
 
-def tile_random_bits(seed: Tensor, stream: int, heads: int, rows: slice, columns: slice) -> Tensor:
-    """Sixteen uniform bits for each element of one tile, [heads, R, C] int64 in [0, 2^16); other tiles give an element the same.
+def tile_random_bits(seed: Tensor, stream: int, heads: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Sixteen uniform bits for each element of one tile, [N, R, C] int64 in [0, 2^16), ``heads`` [N] int64 being numbers of heads;
+    other tiles give an element the same.
 
     Element (head, row, column) takes half column % 2 (0: low) of word (column % 8) // 2 of Philox-4x32-7 at counter
     (column // 8, row, stream, head), the key being that of ``random_bits``.
@@ -164,9 +166,8 @@ def tile_random_bits(seed: Tensor, stream: int, heads: int, rows: slice, columns
     first = columns.start // 8
     group = torch.arange(first, -(-columns.stop // 8), dtype=torch.int64, device=seed.device)
     row = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=seed.device)
-    head = torch.arange(heads, dtype=torch.int64, device=seed.device)
-    counter = (group, row[:, None], torch.full_like(group, stream), head[:, None, None])
-    bits = _halves(seed, counter).view(heads, len(row), 8 * len(group))
+    counter = (group, row[:, None], torch.full_like(group, stream), heads[:, None, None])
+    bits = _halves(seed, counter).view(len(heads), len(row), 8 * len(group))
     return bits[:, :, columns.start - 8 * first : columns.stop - 8 * first]
 
 

@@ -1,19 +1,20 @@
 """Formats below BF16: casts against torch's and ml_dtypes' types, scales by their definitions, and their sites in the reference."""
 
+import functools
 import itertools
 import math
 
 import pytest
 import torch
-from attention_cases import Problem, make, relative_errors, run
+from attention_cases import Problem, in_small_tiles, make, relative_errors, run
 from sites import SITES as ROWS
 from test_sites import CPU, moved, paired, results
 
-from attention import AttentionSpec
+from attention import AttentionSpec, scaled_dot_product_attention
 from attention.low_formats import cast, round_low
-from attention.numerics import OF_TILES, SITES, Numerics
+from attention.numerics import SITES, Numerics
 from attention.reference.flash import row_residuals
-from attention.reference.tiles import Sites
+from attention.reference.tiles import OF_PLACES, Sites
 from attention.rounding import NUMBERS_OF_SITES, random_bits
 
 BF16_VALUES = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
@@ -91,13 +92,13 @@ DRAWN = {
     "queries_and_keys": "1011000000100111",
     "values": "0110101110101010",
     "values_in_dp": "0110100101100101",
-    "probabilities": "0101011010010100",
-    "probabilities_in_dv": "0110111101001011",
+    "probabilities": "0101000011110001",
+    "probabilities_in_dv": "0110001011000000",
     "output_gradient": "1111011001110000",
-    "output_gradient_in_dv": "1000100001111011",
+    "output_gradient_in_dv": "1000100011000011",
     "delta_output": "0001111111001000",
-    "probability_gradients": "0110011100111010",
-    "score_gradients": "0110110011001111",
+    "probability_gradients": "0110110000001100",
+    "score_gradients": "0110001111111011",
 }
 
 
@@ -105,8 +106,35 @@ DRAWN = {
 def test_a_site_draws_the_bits_that_it_has_always_drawn(site: str) -> None:
     """Where a number is half way between two of E2M1. Runs of other commits replay by them."""
     sites = Sites(Numerics(**{site: "e2m1_stochastic"}), torch.float32, torch.tensor(5))
-    rounded = getattr(sites, site)(torch.full((1, 1, 4, 4), 0.25))
+    rounded = getattr(sites, site)(torch.full((1, 1, 4, 4), 0.25), (torch.arange(1), slice(0, 4), slice(0, 4)))
     assert "".join(str(int(up)) for up in (rounded > 0).flatten()) == DRAWN[site]
+
+
+def test_one_value_of_ds_is_drawn_once() -> None:
+    """With Q = K = 1 dQ is dS and dK is dS^T."""
+    p = make("random", torch.float32, CPU, (1, 16, 1, 16))
+    p.q[:], p.k[:] = torch.eye(16)[None, :, None], torch.eye(16)[None, :, None]
+    sites = ("score_gradients=e2m1_row_stochastic", "tile_q=8", "tile_k=4")
+    _, dq, dk, _ = run(p, AttentionSpec(numerics="fp32", sites=sites, backend="flash_reference"), scale=1.0)
+    assert torch.equal(dq[0, :, 0], dk[0, :, 0].T)
+
+
+def test_dp_in_delta_is_the_dp_in_ds() -> None:
+    """In each head of a group: rows of dS sum to 0. Where a feature of K is 1 and the same of Q is 0, dQ is their sum."""
+    p = make("random", torch.float32, CPU, (2, 40, 4, 16))
+    p.k, p.v = p.k[:, :, :2], p.v[:, :, :2]
+    p.q[..., 0], p.k[..., 0] = 0.0, 1.0
+    sites = in_small_tiles("probability_gradients=e4m3_row_stochastic")
+    spec = AttentionSpec(preset="flash_delta_normalized", numerics="fp32", sites=sites, backend="flash_reference")
+    assert run(p, spec)[1][..., 0].abs().max() < 1e-5
+
+
+def test_draws_do_not_follow_the_number_of_tiles() -> None:
+    p = make("random", torch.float32, CPU)
+    spec = AttentionSpec(sites=in_small_tiles("probabilities=e4m3_row_stochastic"), backend="flash_reference")
+    qkv = (x.transpose(1, 2) for x in (p.q, p.k, p.v))
+    attend = functools.partial(scaled_dot_product_attention, *qkv, numerics=spec, rounding_seed=torch.tensor(5))
+    torch.testing.assert_close(attend(is_causal=True), attend(attn_mask=torch.ones(40, 40).tril().bool()))
 
 
 def test_each_stochastic_site_has_a_number_of_its_own() -> None:
@@ -114,7 +142,7 @@ def test_each_stochastic_site_has_a_number_of_its_own() -> None:
     assert len(set(NUMBERS_OF_SITES.values())) == len(NUMBERS_OF_SITES)
 
 
-@pytest.mark.parametrize("site", [*OF_TILES, "output_gradient_in_dv"])
+@pytest.mark.parametrize("site", OF_PLACES)
 def test_a_scale_of_tiles_is_that_of_one_head_whatever_is_computed_beside_it(site: str) -> None:
     p = make("random", torch.bfloat16, CPU, (2, 40, 2, 16))
     p.q[1], p.do[1] = p.q[1] * 4, p.do[1] * 4

@@ -69,7 +69,7 @@ def test_nan_and_infinity_survive_every_rounding() -> None:
         assert torch.equal(round_mantissa(infinities, 3, rounding, words[:2]), infinities)
 
 
-WHOLE = (3, slice(0, 21), slice(0, 40))
+WHOLE = (torch.arange(3), slice(0, 21), slice(0, 40))
 
 
 def test_random_bits_of_a_tile_are_philox_words_at_head_row_and_column() -> None:

@@ -137,7 +137,7 @@ def _delta_rows(problem: Problem, rows: slice, do: Tensor, o: Tensor, saved: Ten
     for columns in problem.column_tiles(rows):
         s = exponent.scores(rows, columns)
         p = probabilities(exponent, s, saved)
-        dp = problem.dp(do, columns, s)
+        dp = problem.dp(do, rows, columns, s)
         total += (p * dp).sum(dim=-1, keepdim=True)
         row_sum += p.sum(dim=-1, keepdim=True)
     if problem.sinks is not None:
@@ -182,22 +182,23 @@ def _score_gradients(
     exponent = exponent_of(problem)
     s = exponent.scores(rows, columns)
     p = probabilities(exponent, s, saved)
-    return p, problem.through_softcap(p * (problem.dp(do, columns, s) - delta), s)
+    return p, problem.through_softcap(p * (problem.dp(do, rows, columns, s) - delta), s)
 
 
 def _backward_tile(
     problem: Problem, rows: slice, columns: slice, do: Tensor, saved: Tensor, delta: Tensor, delta_of_keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contributions of one tile to dQ [B, H, R, D] and to dK, dV [B, H, C, D] (Algorithm 2)."""
-    sites = problem.sites
+    sites, place = problem.sites, problem.place(rows, columns)
     p, ds = _score_gradients(problem, rows, columns, do, saved, delta)
     ds_of_keys = ds
     if delta_of_keys is not delta:
         _, ds_of_keys = _score_gradients(problem, rows, columns, do, saved, delta_of_keys)
-    dq = problem.scale * (sites.score_gradients(ds) @ problem.k[:, :, columns])
-    dk = problem.scale * (sites.score_gradients(ds_of_keys).transpose(-1, -2) @ problem.q[:, :, rows])
-    do_of_dv = sites.output_gradient_in_dv(do[..., : problem.v.shape[3]])  # without the noise of delta_error
-    dv = sites.probabilities_in_dv(p).transpose(-1, -2) @ do_of_dv
+    dq = problem.scale * (sites.score_gradients(ds, place) @ problem.k[:, :, columns])
+    dk = problem.scale * (sites.score_gradients(ds_of_keys, place).transpose(-1, -2) @ problem.q[:, :, rows])
+    features = slice(0, problem.v.shape[3])  # without the noise of delta_error
+    do_of_dv = sites.output_gradient_in_dv(do[..., features], problem.place(rows, features))
+    dv = sites.probabilities_in_dv(p, place).transpose(-1, -2) @ do_of_dv
     return dq, dk, dv
 
 
@@ -221,9 +222,10 @@ def _row_sums(problem: Problem, rows: slice, do: Tensor, saved: Tensor, delta: T
     for columns in problem.column_tiles(rows):
         s = exponent.scores(rows, columns)
         p = probabilities(exponent, s, saved)
-        dp = problem.dp(do, columns, s)
-        ds, p_rounded, k = p * (dp - delta), sites.probabilities(p), problem.k[:, :, columns]
-        parts = (*(x.sum(dim=-1, keepdim=True) for x in (sites.score_gradients(ds), ds, p, p_rounded)), p_rounded @ k)
+        place, k = problem.place(rows, columns), problem.k[:, :, columns]
+        ds = p * (problem.dp(do, rows, columns, s) - delta)
+        ds_rounded, p_rounded = sites.score_gradients(ds, place), sites.probabilities(p, place)
+        parts = (*(x.sum(dim=-1, keepdim=True) for x in (ds_rounded, ds, p, p_rounded)), p_rounded @ k)
         for total, part in zip(sums, parts, strict=True):
             total += part
     return sums

@@ -49,7 +49,7 @@ def _backward_pass(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: Any) 
         sites = problem.sites
         do_BHTD = sites.output_gradient(problem.visible_rows(do.transpose(1, 2).float()))
         s, p = _probabilities(problem)
-        dp = problem.dp(do_BHTD, slice(None), s)
+        dp = problem.dp(do_BHTD, slice(None), slice(None), s)
         delta = sites.delta_sum((p * dp).sum(dim=-1, keepdim=True))
         ds = p * (dp - delta)
         dsinks = torch.zeros(0, dtype=torch.float32, device=q.device)

@@ -26,33 +26,47 @@ from ..rounding import (
     with_low_bits,
 )
 
+Place = tuple[Tensor, slice, slice]
+"""Of a tile: the numbers of its heads [B H], its rows and its columns."""
+OF_PLACES = (*OF_TILES, "output_gradient_in_dv")
+"""Sites that round tile by tile."""
+
 
 class Sites:
-    """Rounds a value at a named site: ``sites.scores(x)``; x is [B, H, ., .] where its format is below BF16."""
+    """Rounds a value at a named site: ``sites.scores(x)``; x is [B, H, ., .] where its format is below BF16.
+
+    Sites that round a tile get its ``Problem.place``, too. A stochastic format draws by it, so that a value that is formed several times
+    is rounded alike each time.
+    """
 
     def __init__(self, numerics: Numerics, dtype: torch.dtype, seed: Tensor | None = None):
         self.numerics, self.seed = numerics.concrete(FORMAT_OF[dtype]), seed
         self.calls = Counter[str]()
 
-    def __getattr__(self, site: str) -> Callable[[Tensor], Tensor]:
+    def __getattr__(self, site: str) -> Callable[..., Tensor]:
         fmt = getattr(self.numerics, site)
         if fmt in SITES:
             fmt = getattr(self.numerics, fmt)
         if fmt in LOW_FORMATS:
-            if site in (*OF_TILES, "output_gradient_in_dv"):
+            if site in OF_PLACES:
                 fmt = fmt.replace("_tensor", "_head")  # which heads are beside a tile's is no part of the numerics
-            return lambda x: self._low(x, site, fmt)
-        return lambda x: round_to(x, fmt)
+            return lambda x, place=None: self._low(x, site, fmt, place)
+        return lambda x, place=None: round_to(x, fmt)
 
-    def _low(self, x: Tensor, site: str, fmt: str) -> Tensor:
-        parts = x.split(self.numerics.tile_k or x.shape[-2], dim=-2) if "_tile" in fmt else (x,)
-        bits = (self._bits(site, part) if fmt.endswith("_stochastic") else None for part in parts)
+    def _low(self, x: Tensor, site: str, fmt: str, place: Place | None) -> Tensor:
+        size = ("_tile" in fmt and self.numerics.tile_k) or x.shape[-2]
+        parts = x.split(size, dim=-2)
+        bits = self._bits(site, x, place).split(size, dim=-2) if fmt.endswith("_stochastic") else [None] * len(parts)
         return torch.cat([round_low(part, fmt, drawn) for part, drawn in zip(parts, bits, strict=True)], dim=-2)
 
-    def _bits(self, site: str, x: Tensor) -> Tensor:
+    def _bits(self, site: str, x: Tensor, place: Place | None) -> Tensor:
         if self.seed is None:
             raise ValueError(f"{site} is rounded stochastically, which needs a seed")
-        stream = SITE_STREAMS * NUMBERS_OF_SITES[site] + self.calls[site]
+        stream = SITE_STREAMS * NUMBERS_OF_SITES[site]
+        if site in OF_PLACES:
+            assert place is not None
+            return tile_random_bits(self.seed, stream, *place).view(x.shape)
+        stream += self.calls[site]
         self.calls[site] += 1
         return random_bits(self.seed, stream, x.shape)
 
@@ -75,6 +89,8 @@ class Problem:
     softcap: float
     group: int
     """Heads of queries that share one head of keys."""
+    numbers: Tensor
+    """Of the heads, counted over the batch: b H + h, [B, H] int64."""
     ranges: KeyRanges | None
     """What is hidden, where that is more than ``causal`` says."""
     sinks: Tensor | None = None
@@ -82,15 +98,19 @@ class Problem:
 
     def of_heads(self, heads: slice) -> "Problem":
         sinks = None if self.sinks is None else self.sinks[heads]
-        qkv = {name: getattr(self, name)[:, heads] for name in ("q", "k", "v", "v_of_dp")}
+        qkv = {name: getattr(self, name)[:, heads] for name in ("q", "k", "v", "v_of_dp", "numbers")}
         return replace(self, **qkv, sinks=sinks)
 
-    def dp(self, do: Tensor, columns: slice, s: Tensor) -> Tensor:
+    def place(self, rows: slice, columns: slice) -> Place:
+        """Of a tile, for ``Sites``."""
+        return self.numbers.flatten(), rows, columns
+
+    def dp(self, do: Tensor, rows: slice, columns: slice, s: Tensor) -> Tensor:
         """dP of one tile [B, H, R, C], rounded, from the dO of its rows and its masked S."""
         dp = do @ self.v_of_dp[:, :, columns].transpose(-1, -2)
         if self.sites.numerics.probability_gradients in LOW_FORMATS:
             dp = dp.masked_fill(s == -torch.inf, 0.0)  # what is hidden has no part in a scale
-        return self.sites.probability_gradients(dp)
+        return self.sites.probability_gradients(dp, self.place(rows, columns))
 
     def row_tiles(self) -> Iterator[slice]:
         yield from _slices(self.q.shape[2], self.sites.numerics.tile_q)
@@ -145,9 +165,8 @@ class Problem:
         """P_bar of one tile as P_bar V reads it: rounded, as ``probabilities_rounding`` says."""
         n = self.sites.numerics
         if n.probabilities_rounding == "nearest":
-            return self.sites.probabilities(p_bar_BHRC)
-        B, H = p_bar_BHRC.shape[:2]
-        bits = tile_random_bits(seed, PROBABILITIES_STREAM, B * H, rows, columns).view(p_bar_BHRC.shape)
+            return self.sites.probabilities(p_bar_BHRC, self.place(rows, columns))
+        bits = tile_random_bits(seed, PROBABILITIES_STREAM, *self.place(rows, columns)).view(p_bar_BHRC.shape)
         return round_to(p_bar_BHRC, n.probabilities, n.probabilities_rounding, bits)
 
     def through_softcap(self, ds: Tensor, s: Tensor) -> Tensor:
@@ -199,7 +218,8 @@ def make_problem(
     if group > 1:
         k_BHTD, v_BHTD, v_of_dp = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD, v_of_dp))
     of_heads = None if sinks is None else sinks.float()[:, None, None]
-    return Problem(sites, q_BHTD, k_BHTD, v_BHTD, v_of_dp, scale, causal, softcap, group, ranges, of_heads)
+    numbers = torch.arange(q.shape[0] * q.shape[2], device=q.device).view(q.shape[0], q.shape[2])
+    return Problem(sites, q_BHTD, k_BHTD, v_BHTD, v_of_dp, scale, causal, softcap, group, numbers, ranges, of_heads)
 
 
 def keeps_own_output(n: Numerics) -> bool:
