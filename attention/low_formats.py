@@ -9,7 +9,8 @@ the largest magnitude and c the format's:
 - ``tensor``, ``head``, ``row``: a / c of the tensor, of the last two dimensions, of the last one
 - ``tile``: the same of ``tile_k`` rows, which ``reference.tiles.Sites`` gives one by one
 - ``mx``: 2^(floor(log2 a) - floor(log2 c)) of 32 neighbors in the last dimension (OCP Microscaling 1.0); what is above c scale saturates
-- ``nv``: a / c of 16 neighbors, cast to E4M3; there is no second scale of the tensor, so that below 2^-10 c everything is 0
+- ``nv``, of E2M1 alone: a / c of 16 neighbors, cast to E4M3; there is no second scale of the tensor, so that up to 2^-10 c everything
+  is 0; what is above 448 c saturates
 """
 
 import math

@@ -26,6 +26,7 @@ LOW_FORMATS = tuple(
     for fmt in ("e4m3", "e5m2", "e2m1", "int8")
     for scale in ("", "_tensor", "_head", "_tile", "_row", "_mx", "_nv")
     for rounding in ("", "_stochastic")
+    if scale != "_nv" or fmt == "e2m1"  # a / c of another format is too small for E4M3
 )
 """Formats below BF16: ``low_formats.py``."""
 KERNEL_SCALES = ("", "row", "mx", "nv")
@@ -465,7 +466,7 @@ class Numerics:
                 return f"it has no formats below BF16: {name} = {value!r}, expected {', '.join(DTYPE_FORMATS)} or m1 to m22"
             low_in_kernel = value in LOW_FORMATS and backend not in REFERENCE and name in OF_TILES
             if low_in_kernel and value.partition("_")[2] not in KERNEL_SCALES:
-                return f"it rounds P, dP and dS block by block: {name} = {value!r}, expected no scale, or row, mx or nv, to nearest"
+                return f"it rounds P, dP and dS block by block: {name} = {value!r}, expected no scale, or row, mx or e2m1_nv, to nearest"
             if backend not in declared.backends and value != declared.elsewhere:
                 return f"it does not have this site: {name} = {value!r}, expected {declared.elsewhere}"
             for feature in features:
