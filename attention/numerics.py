@@ -462,13 +462,13 @@ class Numerics:
         None without one. ``self`` is concrete."""
         for name, declared in SITES.items():
             value = getattr(self, name)
+            if backend not in declared.backends and value != declared.elsewhere:
+                return f"it does not have this site: {name} = {value!r}, expected {declared.elsewhere}"
             if value in LOW_FORMATS and backend not in FLASH:
                 return f"it has no formats below BF16: {name} = {value!r}, expected {', '.join(DTYPE_FORMATS)} or m1 to m22"
             low_in_kernel = value in LOW_FORMATS and backend not in REFERENCE and name in OF_TILES
             if low_in_kernel and value.partition("_")[2] not in KERNEL_SCALES:
                 return f"it rounds P, dP and dS block by block: {name} = {value!r}, expected no scale, or row, mx or e2m1_nv, to nearest"
-            if backend not in declared.backends and value != declared.elsewhere:
-                return f"it does not have this site: {name} = {value!r}, expected {declared.elsewhere}"
             for feature in features:
                 if feature in declared.without and value != DEFAULTS[name]:
                     expected = f"{DEFAULTS[name]} with this {FEATURES[feature]}: {declared.without[feature]}"

@@ -223,6 +223,11 @@ CANNOT: list[tuple[dict[str, Any], str, str]] = [
         )
     ),
     ({"preset": "standard", "sites": ("output_gradient=e4m3_row",)}, "no formats below BF16", "flash_reference"),
+    (
+        {"preset": "standard", "sites": ("values=e4m3_row",)},
+        "not have this site: values = 'e4m3_row', expected fp32",
+        "flash_reference",
+    ),
 ]
 
 
