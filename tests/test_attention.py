@@ -195,6 +195,7 @@ CANNOT: list[tuple[dict[str, Any], str, str]] = [
     ({"backend": "flash", "interprets": False}, "(or TRITON_INTERPRET=1); flash_reference runs", "flash_reference"),
     ({"backend": "flash", "head_dim": 44}, "head dims divisible by 8 from 16 to 256, not 44", "flash_reference"),
     ({"backend": "flash", "preset": "flash_stable", "sites": ("tile_k=24",)}, "tile_k divisible by 16, not 24", ""),
+    ({"backend": "flash", "sites": ("score_gradients=e5m2_row", "tile_k=64")}, "it needs tile_k 16 or 32, not 64", ""),
     *(
         ({"backend": "flash", "sites": (site,)}, reason, "flash_reference")
         for site, reason in (

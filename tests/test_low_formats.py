@@ -117,6 +117,12 @@ def test_a_site_draws_the_bits_that_it_has_always_drawn(site: str) -> None:
     assert "".join(str(int(up)) for up in (rounded > 0).flatten()) == DRAWN[site]
 
 
+def test_q_and_k_draw_apart() -> None:
+    sites = Sites(Numerics(queries_and_keys="e2m1_stochastic"), torch.float32, torch.tensor(5))
+    x = torch.full((1, 1, 4, 4), 0.25)
+    assert not torch.equal(sites.queries_and_keys(x), sites.queries_and_keys(x))
+
+
 def test_one_value_of_ds_is_drawn_once() -> None:
     """With Q = K = 1 dQ is dS and dK is dS^T."""
     p = make("random", torch.float32, CPU, (1, 16, 1, 16))
@@ -158,6 +164,12 @@ def test_a_scale_of_tiles_is_that_of_one_head_whatever_is_computed_beside_it(sit
         for scale in ("tensor", "head")
     )
     assert moved(of_all, of_one) == ""
+
+
+def test_a_scale_of_tiles_is_that_of_tile_k_rows() -> None:
+    x = torch.randn(1, 1, 32, 4, generator=torch.Generator().manual_seed(4))
+    found = Sites(Numerics(values="int8_tile", tile_q=16, tile_k=8), torch.float32).values(x)
+    assert torch.equal(found, round_low(x.view(1, 4, 8, 4), "int8_head").view(1, 1, 32, 4))
 
 
 def test_rows_of_ds_sum_to_zero_only_where_both_passes_read_one_p_and_o() -> None:
@@ -211,3 +223,27 @@ def test_a_published_preset_rounds_in_the_published_order(preset: str) -> None:
     found = run(p, AttentionSpec(preset=preset))
     expected = tuple(x[None, :, None] for x in as_published(p, preset))
     assert max(relative_errors(found, expected)) < 2.0**-12
+
+
+def by_its_list(p: Problem, preset: str) -> tuple[torch.Tensor, ...]:
+    """O, dQ, dK, dV [T, D] of one head in one tile, as the sites of ``fp8`` and ``fp8_consistent`` say."""
+    bf16, one_p = torch.bfloat16, preset == "fp8_consistent"
+    q, k, v = (round_low(x[0, :, 0].float(), "e4m3_row") for x in (p.q, p.k, p.v))
+    do, scale = round_low(p.do[0, :, 0].float(), "e5m2_row"), q.shape[1] ** -0.5
+    s = (scale * q @ k.T).masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -math.inf)
+    m = s.amax(1, keepdim=True)
+    p_bar = (s - ((m / math.log(2)).ceil() * math.log(2) if one_p else m)).exp()
+    read = cast(p_bar, "e4m3")
+    o = read @ v / (read if one_p else p_bar).sum(1, keepdim=True)
+    weights = read / read.sum(1, keepdim=True) if one_p else s.softmax(1)
+    delta = (do * (o if one_p else o.to(bf16).float())).sum(1, keepdim=True)
+    ds = round_low(weights * (do @ v.T - delta), "e5m2_row")
+    dv = (weights if one_p else cast(weights, "e4m3")).T @ do
+    return tuple(x.to(bf16) for x in (o, scale * ds @ k, scale * ds.T @ q, dv))
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8_consistent"])
+def test_a_preset_in_fp8_rounds_what_its_list_says(preset: str) -> None:
+    p = make("random", torch.bfloat16, CPU, (1, 64, 1, 32))
+    expected = tuple(x[None, :, None].float() for x in by_its_list(p, preset))
+    assert max(relative_errors(run(p, AttentionSpec(preset=preset)), expected)) < 1e-3

@@ -156,6 +156,18 @@ def test_random_and_constant_errors_have_the_same_size() -> None:
     assert not torch.equal(drawn.sign(), errors(p, "random", 0.5, seed=4).sign())
 
 
+def test_an_error_by_scale_is_a_part_of_delta() -> None:
+    p = make("random", torch.float32, torch.device("cpu"), SHAPE)
+    assert close(deltas(p, "delta_error=scale", "delta_error_size=0.25"), 1.25 * deltas(p))
+
+
+def test_a_p_in_delta_alone_is_over_its_own_sum() -> None:
+    """An unrounded P there is that of standard attention, whatever O was divided by."""
+    p = make("random", torch.float32, torch.device("cpu"), SHAPE)
+    own = "probabilities=m3", "divisor=rounded", "delta_output=fp32", "probabilities_in_delta=fp32"
+    assert close(deltas(p, *own, preset="flash"), deltas(p))
+
+
 @pytest.mark.parametrize("delta_output", ["output", "fp32", "low16"])
 @pytest.mark.parametrize("delta_sum", ["delta_sum=fp32", "delta_sum=m3"])
 def test_all_of_what_rounding_makes_is_the_delta_of_flash(delta_output: str, delta_sum: str) -> None:
