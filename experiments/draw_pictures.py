@@ -126,7 +126,7 @@ def other_blocks() -> Figure:
 
 def fp8() -> Figure:
     arms = (
-        ("FP8: explodes", ORANGE, "fp8_layer_1"),
+        ("all in FP8: explodes", ORANGE, "fp8_layer_1"),
         ("P alone: explodes", PURPLE, "p_fp8"),
         ("all but P, to 1,500", SKY, "all_but_p_fp8"),
         ("all, delta*, to 1,567", GREEN, "fp8_delta_star_layer_1"),
