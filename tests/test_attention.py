@@ -218,7 +218,7 @@ CANNOT: list[tuple[dict[str, Any], str, str]] = [
                 ("probabilities_in_dv=int8_mx", "backward_probabilities=unrounded"),
                 "backward_probabilities = 'unrounded', expected forward",
             ),
-            (("probabilities_in_dv=int8_mx", "probabilities=fp32"), "probabilities = 'fp32', expected bf16, or fewer"),
+            (("probabilities_in_dv=int8_mx", "probabilities=m7"), "probabilities = 'm7', expected bf16, or e4m3, e5m2"),
             (("probabilities=e4m3_row", "probabilities_in_dv=int8_mx", "tile_k=32"), "'e4m3_row', expected bf16, or"),
             (("probability_gradients=e5m2_row", "tile_k=64"), "and it needs tile_k 16 or 32, not 64"),
         )

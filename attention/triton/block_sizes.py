@@ -92,16 +92,17 @@ def tile_obstacle(n: Numerics) -> str | None:
             return f"a scale of P, dP or dS counts {size} neighbors, and it needs tile_k divisible by {size}, not {n.tile_k}"
     # The largest P of a row may be 1 + 2^-23 in the kernels, 1 - 2^-24 in the reference, as S differs in its last bit. It is the same where
     # it is a P_bar in (1/2, 1], rounded so far that the bit is lost, over a sum of such.
-    coarse = n.probabilities == "bf16" or (n.probabilities in LOW_FORMATS and not n.probabilities.endswith("_row"))
-    able = {
-        "row_max_rounding": (n.row_max_rounding == "up", "up"),
-        "backward_probabilities": (n.backward_probabilities == "forward", "forward"),
-        "probabilities": (coarse, "bf16, or fewer bits with no scale, or mx or nv"),
-    }
-    for name, (right, expected) in able.items():
-        if not right and any(fmt.endswith("_mx") for fmt in (n.probabilities, n.probabilities_in_dv)):
-            reason = "an mx scale of P doubles where the largest P is 1, not just below"
-            return f"{reason}: {name} = {getattr(n, name)!r}, expected {expected}"
+    if any(fmt.endswith("_mx") for fmt in (n.probabilities, n.probabilities_in_dv)):
+        coarse = n.probabilities == "bf16" or (n.probabilities in LOW_FORMATS and not n.probabilities.endswith("_row"))
+        able = {
+            "row_max_rounding": (n.row_max_rounding == "up", "up"),
+            "backward_probabilities": (n.backward_probabilities == "forward", "forward"),
+            "probabilities": (coarse, "bf16, or e4m3, e5m2, e2m1 or int8 with no scale or mx, or e2m1_nv"),
+        }
+        for name, (right, expected) in able.items():
+            if not right:
+                reason = "an mx scale of P doubles where the largest P is 1, not just below"
+                return f"{reason}: {name} = {getattr(n, name)!r}, expected {expected}"
     if n.delta_error == "zero_sum" and any(getattr(n, name) in LOW_FORMATS for name in SITES):
         return "it has no delta_error zero_sum beside a format below BF16"
     return None
