@@ -31,7 +31,7 @@ from attention.check.__main__ import QUICK, main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
-from attention.check.judge import OF_DELTA, OF_P, judge
+from attention.check.judge import CURES, judge
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import DECISIVE, csv_of, environment, reasons, table
@@ -566,16 +566,23 @@ def test_errors_of_another_class_that_is_not_captured_leave_the_sum_open(beside:
 @pytest.mark.parametrize(
     ("kernel", "classes", "cures"),
     [
-        ("flash", ["common_part"], [OF_DELTA]),
-        ("flash", ["captured_late"], [OF_DELTA, OF_P]),
-        ("flash_delta_from_p", ["captured_late", *DECISIVE], [OF_P]),
+        ("flash", ["common_part", "captured_late"], [CURES["delta or P: "]]),
+        (cuts_o, ["values_of_one_sign"], ["O: round P and O to nearest, ties to even"]),
         ("plain", ["scale"], ["scores: keep S in FP32 up to the softmax"]),
         (lambda q, *kv: plain(q * kv[3], *kv[:3], 1.0), ["scale"], ["scores: multiply S by the scale, not q"]),
     ],
 )
 def test_advice_is_on_what_was_seen_alone(kernel: Any, classes: list[str], cures: list[str]) -> None:
     text = check_attention(kernel, device="cpu", shape=replace(SMALL, D=64), classes=classes).text()
-    assert re.findall(r"^(?:delta or P|scores): .*", text, re.MULTILINE) == cures
+    assert re.findall(r"^(?:delta or P|scores|O): .*", text, re.MULTILINE) == cures
+
+
+@pytest.mark.parametrize(
+    "repaired", ["flash_delta_normalized", "flash_delta_from_p_subtract_first", "flash_consistent"]
+)
+def test_each_repair_of_delta_or_p_that_is_advised_is_safe(repaired: str) -> None:
+    """delta from P normalized with L; from P with m and l apart; from O of the P that the backward pass has."""
+    assert_safe(repaired, device="cpu", shape=replace(SMALL, D=64), classes=(*DECISIVE, "captured_late"))
 
 
 @pytest.mark.parametrize(("kernel", "told"), [("flash", True), ("plain", False)])

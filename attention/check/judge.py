@@ -175,19 +175,16 @@ def worst(verdicts: Iterable[str]) -> str:
     return max(verdicts, key=ORDER.index)
 
 
-L_ROUNDED = 2.0**24 * ROWS_AT_RISK
-"""The logit from which half a unit in the last place of L, in FP32, is the limit of rows."""
-OF_DELTA = "delta or P: delta = rowsum(dO * O) needs the O of before its rounding to 16 bits, or make it rowsum(P * dP)"
-OF_P = (
-    "delta or P: the backward pass needs the P that O was made of: keep m and l apart, "
-    f"as L = m + log(l) is too coarse at logits above {L_ROUNDED:,.0f}"
-)
 CURES = {
+    "delta or P: ": "delta or P: either delta = rowsum(P * dP) / rowsum(P) in FP32, of the P and dP that dS is made of (no divisor where "
+    "m and l are kept apart, not L); or delta = rowsum(dO * O) with the O of before its rounding to 16 bits, l a sum of P_bar as rounded, "
+    "and that same P in the backward pass",
     "exponent: ": "exponent: exp2(s c - m c) as one FMA rounds m c and not s c: subtract first",
     "as where S is rounded": "scores: keep S in FP32 up to the softmax",
     "as where q times its scale is rounded": "scores: multiply S by the scale, not q",
+    "rounded to one side": "O: round P and O to nearest, ties to even",
 }
-"""Other advice by a part of a reason, where we know any (docs/results.md)."""
+"""Advice by a part of a reason, where we know any (docs/results.md)."""
 ADDED = {
     "cancelling_tiles": (("dq",), "dQ is probably added in 16 bits between tiles of keys: add it in FP32"),
     "cancelling_queries": (

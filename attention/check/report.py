@@ -141,7 +141,7 @@ class Report:
         elif wrong := [case.name for case in self.cases if case.verdict == judge.WRONG]:
             lines.append(f"first mend what is wrong, then read the rest: {', '.join(wrong)}")
         else:
-            lines += _cures(judged)
+            lines += [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
             of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
             made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
             if len(made) == 1:
@@ -198,16 +198,6 @@ class Report:
             given = f'{call}, {__package__}.{shape!r}, {DTYPES[self.dtype]}, torch.device("{self.device}"){more}'
             how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}({given})"
         return [how] if nameless else [f"again: {command}", how]
-
-
-def _cures(judged: Sequence[Case]) -> list[str]:
-    """Advice on the reasons. At small logits it is delta that is off, at large ones P, and delta unless it is right in ``DECISIVE``."""
-    logits = [case.measures["largest_logit"] for case in judged if case.reason.startswith("delta or P: ")]
-    large = any(logit >= judge.L_ROUNDED for logit in logits)
-    small = any(logit < judge.L_ROUNDED for logit in logits)
-    told = [judge.OF_DELTA] * (small or (large and not {case.name for case in judged} >= DECISIVE))
-    told += [judge.OF_P] * large
-    return told + [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
 
 
 def _left(report: Report) -> str:
