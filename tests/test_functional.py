@@ -188,6 +188,20 @@ def test_keys_behind_the_last_causal_query_are_never_read(numerics: str, how: st
     assert dk[:, :, 8:].count_nonzero() == dv[:, :, 8:].count_nonzero() == 0
 
 
+def test_exported_for_free_numbers_of_causal_queries_and_keys_gives_the_same_bits() -> None:
+    class Causal(torch.nn.Module):
+        def forward(self, *qkv: Tensor) -> Tensor:
+            return scaled_dot_product_attention(*qkv, is_causal=True)
+
+    queries, keys = torch.export.Dim("queries", min=2, max=512), torch.export.Dim("keys", min=2, max=1024)
+    *example, _ = tensors(queries=8, keys=32)
+    sizes = ({2: queries}, {2: keys}, {2: keys})
+    exported = torch.export.export(Causal(), tuple(example), dynamic_shapes=(sizes,)).module()
+    for T, S in ((8, 32), (8, 8), (16, 8), (9, 40), (3, 2)):
+        *inputs, _ = tensors(queries=T, keys=S)
+        assert torch.equal(exported(*inputs), Causal()(*inputs))
+
+
 @pytest.mark.parametrize("dimensions", [2, 3, 4])
 def test_a_mask_is_looked_at_once_and_again_if_edited(dimensions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(side_effect=attention.attn_mask.split)
