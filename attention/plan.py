@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .backends import BACKENDS, FLASH_BACKENDS, Call, numerics_of, obstacle
-from .numerics import BASES, LOW_FORMATS, MANTISSA_FORMATS, Numerics, parse_site
+from .numerics import BASES, LOW_FORMATS, MANTISSA_FORMATS, Numerics, lacked_by, parse_site
 from .presets import EXTERNAL, PRESETS, named, unaliased
 from .user_error import UserError, invalid
 
@@ -191,22 +191,28 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
 
 
 def outline(plans: Sequence[LayerPlan], dtype: str) -> list[str]:
-    """A line for each attention: its layers, its heads unless all, its name, and its sites that are not as in base ``fp32``, where q, k
-    and v are ``dtype`` (``fp32``, ``bf16`` or ``fp16``). Of a flash preset that rounds nothing there it says so."""
+    """A line for each attention: its layers, its heads unless all, its name, and the sites that it reads and that are not as in base
+    ``fp32``, where q, k and v are ``dtype`` (``fp32``, ``bf16`` or ``fp16``). Of one that rounds nothing there it says so."""
     places: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for plan in plans:
         for group in plan.groups:
             heads = f" heads {','.join(map(str, group.heads))}" if len(plan.groups) > 1 else ""
             where = places.setdefault((group.spec.label(), group.backend, group.numerics), {})
             where.setdefault(heads, []).append(str(plan.layer))
-    coarse, told = {"bf16", "fp16", *MANTISSA_FORMATS, *LOW_FORMATS}, []
+    coarse, exact, told = {"bf16", "fp16", *MANTISSA_FORMATS, *LOW_FORMATS}, asdict(BASES["fp32"].concrete("fp32")), []
     for (label, backend, key), where in places.items():
         numerics = numerics_of(backend, key).concrete(dtype)
-        rounds = ", ".join(numerics.differences(BASES["fp32"].concrete("fp32")))
-        if not BACKENDS[backend].has_sites:
-            rounds = "rounds as its kernel does"
-        elif backend in FLASH_BACKENDS and coarse.isdisjoint(asdict(numerics).values()):
-            rounds = f"rounds nothing in {dtype}: a base such as numerics=microcosm does"
+        sites = {name: value for name, value in asdict(numerics).items() if value != exact[name]}
+        if dose := numerics.delta_error != "none":
+            sites["delta_error_size"] = numerics.delta_error_size
+        # A flash backend refuses the sites that it lacks.
+        unread = {"delta_output"} if numerics.delta != "rowsum_do_o" else set()
+        unread |= lacked_by(backend).keys() if backend not in FLASH_BACKENDS else set()
+        sites = {name: value for name, value in sites.items() if name not in unread}
+        parts = [", ".join(f"{name}={value}" for name, value in sites.items())] if sites else []
+        if not dose and coarse.isdisjoint(sites.values()):
+            parts.append(f"rounds nothing in {dtype}: a base such as numerics=microcosm does")
+        rounds = "; ".join(parts) if BACKENDS[backend].has_sites else "rounds as its kernel does"
         layers = "; ".join(f"layer {','.join(layers)}{heads}" for heads, layers in where.items())
         told.append(f"{'all layers' if len(places) == 1 else layers}: {label}: {rounds}")
     return told

@@ -33,10 +33,11 @@ def test_a_preset_of_what_a_base_gets_and_of_fixed_sites_has_both() -> None:
         (AttentionSpec(numerics="microcosm"), False),
         (AttentionSpec(sites=("delta_output=bf16",)), False),
         (AttentionSpec(preset="fp8"), False),
-        (AttentionSpec(preset="standard"), False),
+        (AttentionSpec(preset="standard"), True),
+        (AttentionSpec(preset="flash_delta_from_p", sites=("delta_error=constant",)), False),
     ],
 )
-def test_a_flash_preset_without_a_rounding_in_float32_is_told(spec: AttentionSpec, nothing: bool) -> None:
+def test_an_attention_without_a_rounding_in_float32_is_told(spec: AttentionSpec, nothing: bool) -> None:
     (line,) = outline(AttentionConfig(default=spec).resolve(2, 2), "fp32")
     assert line.startswith("all layers: ")
     assert ("rounds nothing" in line) == nothing
@@ -56,7 +57,25 @@ def test_each_attention_that_rounds_nothing_is_told_beside_one_that_rounds() -> 
     default = AttentionSpec(numerics="microcosm")
     coarse, exact = outline(AttentionConfig(default=default, rules=(rule,)).resolve(3, 2), "fp32")
     assert "rounds nothing" not in coarse
-    assert exact == "layer 1: flash: rounds nothing in fp32: a base such as numerics=microcosm does"
+    nothing = "rounds nothing in fp32: a base such as numerics=microcosm does"
+    assert exact == f"layer 1: flash: exponent=fma, delta_output=output; {nothing}"
+
+
+@pytest.mark.parametrize(
+    ("spec", "sites"),
+    [
+        (AttentionSpec(preset="standard", numerics="fp32"), "inputs=bf16, output=bf16"),
+        (
+            AttentionSpec(
+                preset="flash_delta_from_p", numerics="fp32", sites=("delta_error=scale", "delta_output=bf16")
+            ),
+            "inputs=bf16, output=bf16, delta=rowsum_p_dp, delta_error=scale, delta_error_size=0.01",
+        ),
+    ],
+)
+def test_the_outline_has_what_is_read_alone(spec: AttentionSpec, sites: str) -> None:
+    (line,) = outline(AttentionConfig(default=spec).resolve(2, 2), "bf16")
+    assert line == f"all layers: {spec.label()}: {sites}"
 
 
 def test_the_record_spells_out_every_site_and_every_head() -> None:
