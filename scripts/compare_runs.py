@@ -326,8 +326,11 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 
 def shown(run: Run, name: str, value: Any) -> str:
-    """A setting; rules of attention as the table names them, behind the default."""
-    return run.config["attention_name"].partition("; ")[2] or "none" if name == "attention.rules" else repr(value)
+    """A setting; rules of attention as the table names them, behind the default, in parentheses."""
+    if name != "attention.rules":
+        return repr(value)
+    rules = run.config["attention_name"].partition("; ")[2]
+    return f"({rules})" if rules else "none"
 
 
 def against(first: Run, run: Run) -> str:

@@ -116,7 +116,7 @@ def test_rules_are_told_as_the_table_names_them(tmp_path: Path, capsys: pytest.C
         record = json.loads(path.read_text()) | {"attention_name": label}
         record["config"]["attention"]["rules"] = rules
         path.write_text(json.dumps(record))
-    change = "attention.rules: none -> layer 1 fp8 (tile_k=0); layer 2 fp8."
+    change = "attention.rules: none -> (layer 1 fp8 (tile_k=0); layer 2 fp8)."
     assert f"; {change}\n" in told(capsys, tmp_path / "a", tmp_path / "b")
 
 
