@@ -80,7 +80,8 @@ class KeyRanges(NamedTuple):
 def seen_by_causal(k_BSHD: Tensor, v_BSHD: Tensor, T: int) -> tuple[Tensor, Tensor]:
     """K and V without the keys that none of T causal queries sees: they may be anything, and have no part in scales and means."""
     if torch.compiler.is_compiling():  # a branch would ask which is larger, and part a graph of free sizes in two
-        n = torch.sym_min(T, k_BSHD.shape[1])
+        # Dynamo takes min for sym_min; of torch 2.11 it does not take sym_min of two numbers.
+        n = (min if torch.compiler.is_dynamo_compiling() else torch.sym_min)(T, k_BSHD.shape[1])
         return k_BSHD.narrow(1, 0, n), v_BSHD.narrow(1, 0, n)
     return (k_BSHD[:, :T], v_BSHD[:, :T]) if k_BSHD.shape[1] > T else (k_BSHD, v_BSHD)
 
