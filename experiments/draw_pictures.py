@@ -127,9 +127,9 @@ def other_blocks() -> Figure:
 def fp8() -> Figure:
     arms = (
         ("all in FP8: explodes", ORANGE, "fp8_layer_1"),
-        ("P alone: explodes", PURPLE, "p_fp8"),
+        ("P alone: explodes", PURPLE, "p_fp8_layer_1"),
+        ("P alone, delta*, to 1,500", GREEN, "p_fp8_delta_star"),
         ("all but P, to 1,500", SKY, "all_but_p_fp8"),
-        ("all, delta*, to 1,567", GREEN, "fp8_delta_star_layer_1"),
         ("all, one P and one O", BLUE, "fp8_consistent_layer_1"),
     )
     colors = {runs: color for _, color, runs in arms}
