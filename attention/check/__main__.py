@@ -44,10 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     for name, what in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, metavar="N", action="append", help=f"{what}; may be repeated")
     more: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument("--class", dest="classes", choices=reasons(), help="only this; may be repeated", **more)
+    only = "only this, of those that --reasons lists; may be repeated"
+    parser.add_argument("--class", dest="classes", metavar="CLASS", help=only, **more)
     parser.add_argument("--inputs", metavar="FILE.zip", help="only this, of capture(); may be repeated", **more)
     not_for = "leave this out, as the kernel is not for it (such as grouped); may be repeated"
-    parser.add_argument("--without", metavar="CLASS", choices=reasons(), help=not_for, **more)
+    parser.add_argument("--without", metavar="CLASS", help=not_for, **more)
     not_causal = "for a kernel without a causal mask: classes have none"
     parser.add_argument("--no-causal", dest="causal", action="store_false", help=not_causal)
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")

@@ -81,6 +81,9 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
         except Exception as error:  # whatever a package raises that is there in part
             return Kernel(kernel, None, f"cannot be imported: {told(error)}")
     module, colon, function = kernel.partition(":")
+    if module.endswith(".py") and function:
+        expected = f"a module, not a file: write {Path(module).stem}:{function}, and run in its folder"
+        raise invalid("kernel", kernel, expected)
     if not (colon and module and function) or module in ("torch", *FLASH):
         raise invalid("kernel", kernel, ("MODULE:FUNCTION", *KNOWN, *TRIED))
     return _users(kernel, _imported(kernel, module, function))
