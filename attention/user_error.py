@@ -45,20 +45,22 @@ def refuse(wrong: bool, message: str) -> None:
         raise ValueError(one_line(f"low-precision attention: {message}"))
 
 
-def invalid(field: str, value: object, expected: str | Iterable[object], *, typed: object = None) -> UserError:
-    """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is a phrase or the choices.
+def invalid(
+    field: str, value: object, expected: str | Iterable[object], *, typed: object = None, choices: Iterable[object] = ()
+) -> UserError:
+    """The error for a bad value of ``field`` (dotted, as typed on the command line); ``expected`` is the choices, or a phrase in place of
+    ``choices``.
 
     Before many choices comes the one that is spelled most like the value, or like what was ``typed`` in its place.
     """
-    meant = ""
+    names = [str(choice) for choice in (choices if isinstance(expected, str) else expected)]
     if not isinstance(expected, str):
-        choices = [str(choice) for choice in expected]
-        expected = "one of " + ", ".join(choices)
-        word = str(value if typed is None else typed)
-        # Words in another order, or without their first one, before what has most letters in common.
-        whole = sorted((choice for choice in choices if set(word.split("_")) <= set(choice.split("_"))), key=len)
-        nearest = whole or get_close_matches(word, choices, n=1)
-        meant = f"did you mean {nearest[0]}? " if nearest and len(choices) > 5 else ""
+        expected = "one of " + ", ".join(names)
+    word = str(value if typed is None else typed)
+    # Words in another order, or without their first one, before what has most letters in common.
+    whole = sorted((name for name in names if set(word.split("_")) <= set(name.split("_"))), key=len)
+    nearest = whole or get_close_matches(word, names, n=1)
+    meant = f"did you mean {nearest[0]}? " if nearest and len(names) > 5 else ""
     return UserError(f"{_cut(field, LONGEST_VALUE)} = {_cut(repr(value), LONGEST_VALUE)}: {meant}expected {expected}")
 
 

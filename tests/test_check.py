@@ -1270,7 +1270,11 @@ def test_in_fp16_right_eager_attention_does_not_overflow(kernel: Any, name: str,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["flahs"], "kernel = 'flahs': "),
+        (
+            ["flahs"],
+            "kernel = 'flahs': did you mean flash? expected MODULE:FUNCTION, or a name that "
+            "python -m attention.check --help lists",
+        ),
         (["flash_stochastic_o"], "kernel = 'flash_stochastic_o': expected none that draws at random, as no seed "),
         (["torch:falsh"], "kernel = 'torch:falsh': did you mean torch:flash?"),
         (

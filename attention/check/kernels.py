@@ -85,7 +85,8 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
         expected = f"a module, not a file: write {Path(module).stem}:{function}, and run in its folder"
         raise invalid("kernel", kernel, expected)
     if not (colon and module and function) or module in ("torch", *FLASH):
-        raise invalid("kernel", kernel, ("MODULE:FUNCTION", *KNOWN, *TRIED))
+        listed = f"MODULE:FUNCTION, or a name that python -m {__package__} --help lists"
+        raise invalid("kernel", kernel, listed, choices=(*KNOWN, *TRIED))
     return _users(kernel, _imported(kernel, module, function))
 
 
