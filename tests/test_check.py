@@ -1446,6 +1446,12 @@ def test_what_is_not_plain_attention_or_did_not_happen_is_refused() -> None:
         model(x)
 
 
+def test_a_model_that_calls_a_kernel_of_its_own_is_told_which_calls_are_captured() -> None:
+    (model := nn.Module()).forward = lambda x: plain(x, x, x, True, 1.0)
+    with pytest.raises(ValueError, match=r"no call .* was seen.* put F\.scaled_dot_product_attention"), capture(model, [0]):
+        model(torch.randn(1, 2, 8, 8, requires_grad=True)).sum().backward()
+
+
 def test_reentrant_checkpointing_is_named_as_what_capture_cannot_see() -> None:
     (model := nn.Module()).forward = lambda x: checkpoint(lambda x: torchs(x, x, x), x, use_reentrant=True)
     with pytest.raises(ValueError, match="needs use_reentrant=False"), capture(model, [0]):

@@ -214,6 +214,12 @@ def capture(
     for layer in layers:
         if layer in left_out:
             continue
+        if not seeing.seen:
+            raise ValueError(
+                "capture: no call of attention was seen, as in watch(): expected F.scaled_dot_product_attention, nn.MultiheadAttention "
+                "with need_weights=False, or an attention function of Hugging Face; where a model calls a kernel of its own, put "
+                "F.scaled_dot_product_attention in its place for the capture"
+            )
         if layer not in calls:
             raise ValueError(
                 f"capture: layer {layer}: expected one of the {seeing.seen} calls of attention that were seen, from 0"
