@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import inspect
 import io
 import json
 import math
@@ -943,6 +944,13 @@ def test_what_is_left_out_is_named_wherever_a_verdict_is(kernel: str, verdict: s
     rows = csv.DictReader(io.StringIO(csv_of([report])))
     assert [(row["class"], row["verdict"]) for row in rows] == [("gaussian", verdict), ("grouped", "left out")]
     assert [" left out: grouped" in text for text in (table([report]).splitlines()[-1], report.text())] == [True] * 2
+
+
+def test_help_names_the_options_of_a_test() -> None:
+    passed_on = {**inspect.signature(assert_safe).parameters}
+    del passed_on["unverified"]
+    missing = {*inspect.signature(check_attention).parameters.items()} ^ {*passed_on.items()}
+    assert {name for name, _ in missing} == {"may_raise", "progress"}
 
 
 def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -420,11 +420,28 @@ def environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def assert_safe(kernel: str | Callable[..., Any], *, unverified: bool = False, **options: Any) -> None:
-    """For a test: ``AssertionError`` with the report unless all cases are safe; with ``unverified`` those that ran, one at least, and one
-    of ``DECISIVE`` where some were asked for.
+def assert_safe(
+    kernel: str | Callable[..., Any],
+    *,
+    unverified: bool = False,
+    device: str | None = None,
+    dtype: str = "bf16",
+    shape: Shape | None = None,
+    classes: str | Sequence[str] = (),
+    without: str | Sequence[str] = (),
+    causal: bool = True,
+) -> None:
+    """For a test: raises ``AssertionError`` with the report unless all cases are safe.
+
+    Args:
+        unverified: classes in which the kernel raises do not count, if one class at least has run, and, of ``common_part``,
+            ``shared_direction`` and ``peaked_1000``, where delta shows, one of those that were asked for.
+
+    The others are those of ``check_attention``, which says what else this raises.
     """
-    report = check_attention(kernel, **options)
+    report = check_attention(
+        kernel, device=device, dtype=dtype, shape=shape, classes=classes, without=without, causal=causal
+    )
     verdicts = {case.verdict for case in report.cases} - ({judge.UNVERIFIED} if unverified else set())
     decisive = {case.verdict for case in report.cases if case.name in DECISIVE}
     if verdicts != {judge.SAFE} or decisive == {judge.UNVERIFIED}:
