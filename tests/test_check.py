@@ -578,6 +578,11 @@ def test_advice_is_on_what_was_seen_alone(kernel: Any, classes: list[str], cures
     assert re.findall(r"^(?:delta or P|scores|O): .*", text, re.MULTILINE) == cures
 
 
+def test_advice_needs_no_names_that_only_our_code_has() -> None:
+    words = set(re.findall(r"\w+", " ".join(CURES.values())))
+    assert not words & {"P_bar", "m", "l", "L"}
+
+
 @pytest.mark.parametrize(
     "repaired", ["flash_delta_normalized", "flash_delta_from_p_subtract_first", "flash_consistent"]
 )

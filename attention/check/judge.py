@@ -176,10 +176,9 @@ def worst(verdicts: Iterable[str]) -> str:
 
 
 CURES = {
-    "delta or P: ": "delta or P: either delta = rowsum(P * dP) / rowsum(P) in FP32, of the P and dP that dS is made of (no divisor where "
-    "m and l are kept apart, not L); or delta = rowsum(dO * O) with the O of before its rounding to 16 bits, l a sum of P_bar as rounded, "
-    "and that same P in the backward pass",
-    "exponent: ": "exponent: exp2(s c - m c) as one FMA rounds m c and not s c: subtract first",
+    "delta or P: ": "delta or P: delta = rowsum(P * dP) / rowsum(P) in FP32, of the P and dP that make dS; or delta = rowsum(dO * O) with O "
+    "in FP32, if O, the sum it is divided by, and dS all use the same exp(S - max), rounded to 16 bits",
+    "exponent: ": "exponent: exp2(c * (S - max)), not exp2(c * S - c * max), where one FMA rounds c * max and not c * S",
     "as where S is rounded": "scores: keep S in FP32 up to the softmax",
     "as where q times its scale is rounded": "scores: multiply S by the scale, not q",
     "rounded to one side": "O: round P and O to nearest, ties to even",
