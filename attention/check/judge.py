@@ -153,15 +153,17 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
 
 
 def _off(x: str, found: dict[str, float]) -> str:
-    """The error of a tensor over its size, or, where it should be about 0, over the size of what cancels; or that of its worst row,
+    """The error of a tensor over its size, or, where it should be about 0, over its size without cancellation; or that of its worst row,
     unless a factor explains it.
     """
     error, size, row = (found[f"{what}_{x}"] for what in ("error", "size", "worst"))
     fit = _fit(x, found)
     if size <= SIZE_WRONG < row and not fit:
-        return f"a row of {x} is off by {row:.1e} of the size of what cancels"
+        return f"a row of {x} is off by {100 * row:.3g} % of its size without cancellation"
     return f"{x} is off by " + (
-        f"{100 * error:.0f} % of its size{fit}" if error < 100 else f"{size:.1e} of the size of what cancels"
+        f"{100 * error:.3g} % of its size{fit}"
+        if error < 100
+        else f"{100 * size:.3g} % of its size without cancellation"
     )
 
 

@@ -434,8 +434,8 @@ def assert_safe(
     """For a test: raises ``AssertionError`` with the report unless all cases are safe.
 
     Args:
-        unverified: classes in which the kernel raises do not count, if one class at least has run, and, of ``common_part``,
-            ``shared_direction`` and ``peaked_1000``, where delta shows, one of those that were asked for.
+        unverified: classes in which the kernel raises do not count, if others have run, and not all of ``common_part``,
+            ``shared_direction`` and ``peaked_1000``, where delta shows, are among them.
 
     The others are those of ``check_attention``, which says what else this raises.
     """
