@@ -757,6 +757,7 @@ def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     assert report.verdict == ("at risk" if kernel == "flash" else "safe")
     assert report.cases[0].shape == Shape(T=128)
     assert f", bf16, {Shape(T=128)}, " in report.text()
+    assert (f".{Shape(T=128)!r}, torch.bfloat16" in report.text()) == (kernel == "flash")
     assert (f" --inputs '{file}' " in report.text()) == (kernel == "flash")
 
 
@@ -1224,6 +1225,13 @@ def test_a_layout_that_is_mixed_up_is_told_before_what_follows_from_it() -> None
     assert " classes tried): layout in gaussian; mask in mask_edges" in text
     assert "\nfirst mend the layout, then run again: O is right for [batch, length, heads, head dim]" in text
     assert 'attention.check.make("gaussian", ' in text
+
+
+def test_how_to_see_it_again_names_the_sizes_that_a_class_has_of_its_own_and_those_that_are_not_usual() -> None:
+    text = check_attention(tiled("mask off by one"), device="cpu", shape=Shape(T=96, D=32), classes="odd_length").text()
+    assert " has q, k, v, do (T 109), scale, causal" in text
+    text = check_attention("flash", device="cpu", shape=Shape(T=96, D=32), classes="common_part").text()
+    assert "--device cpu --dtype bf16 --T 96 --D 32\n" in text
 
 
 def test_a_class_of_masks_is_told_without_causal_which_it_does_not_take() -> None:

@@ -176,19 +176,19 @@ class Report:
             )
 
         case = max(self.cases, key=badness)
-        chosen = f"--{'inputs' if case.name.endswith('.zip') else 'class'} {shlex.quote(case.name)}"
-        sizes = (
-            ""
-            if case.name.endswith(".zip")
-            else "".join(f" --{name} {size}" for name, size in self.shape.sizes().items())
+        has_own = case.name.endswith(".zip")
+        chosen = f"--{'inputs' if has_own else 'class'} {shlex.quote(case.name)}"
+        usual = Shape(G=self.shape.H, T=0).sizes()  # of T it depends on the device
+        sizes = "".join(
+            f" --{name} {n}" for name, n in self.shape.sizes().items() if n != usual.get(name) and not has_own
         )
         sizes += " --no-causal" * (not self.causal) + " --without odd_length" * ("odd_length" in self.without)
-        shape = even(case.name, self.shape) if "odd_length" in self.without else self.shape
+        shape = even(case.name, self.shape) if "odd_length" in self.without else told_shape(case, self)
         command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
         more = ", causal=False" * (not self.causal and case.name not in WITH_CAUSAL)
         given = f'"{case.name}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
         masked = ", mask.visible" * (case.name in MASKED)
-        how = f"p = {__package__}.make({given}) has q, k, v, do, scale, causal{masked}"
+        how = f"p = {__package__}.make({given}) has q, k, v, do{_other_sizes(case, shape)}, scale, causal{masked}"
         if "rows of dS" in case.reason:
             how += f"; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), dQ over multiples of dO: {__package__}.measures.row_sums"
         # A command finds no function of the script that called, none within another, and no object.
@@ -211,6 +211,12 @@ def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
         if case.reason and case.verdict != judge.SAFE:
             found.setdefault(case.reason.partition(": ")[0], []).append(case.name)
     return found
+
+
+def _other_sizes(case: Case, shape: Shape) -> str:
+    """Those of a case that are not those of ``shape``, as " (T 269)"."""
+    others = [f"{name} {n}" for name, n in case.shape.sizes().items() if shape.sizes().get(name) != n]
+    return f" ({' '.join(others)})" * bool(others)
 
 
 def _seen(case: Case) -> str:
