@@ -558,15 +558,15 @@ def test_errors_of_one_cancelling_class_alone_are_told_with_the_sum_in_16_bits(
 ) -> None:
     report = check_attention(kernel, device="cpu", shape=SMALL, classes=name)
     assert list(report.found) == ["errors"]
-    assert re.findall(r"^errors: (.*) probably added", report.text(), re.MULTILINE) == told
-    assert report.text().count("\nerrors: ") == len(told)
+    assert re.findall(r"^  errors: (.*) probably added", report.text(), re.MULTILINE) == told
+    assert report.text().count("\n  errors: ") == len(told)
 
 
 @pytest.mark.parametrize(("beside", "told"), [("common_part", False), ("captured_late", True)])
 def test_errors_of_another_class_that_is_not_captured_leave_the_sum_open(beside: str, told: bool) -> None:
     report = check_attention(tiled("dQ added in BF16"), device="cpu", shape=SMALL, classes="cancelling_tiles")
     both = (report.cases[0], replace(report.cases[0], name=beside))
-    assert ("\nerrors: dQ is probably added" in replace(report, cases=both).text()) == told
+    assert ("\n  errors: dQ is probably added" in replace(report, cases=both).text()) == told
 
 
 @pytest.mark.parametrize(
@@ -580,7 +580,7 @@ def test_errors_of_another_class_that_is_not_captured_leave_the_sum_open(beside:
 )
 def test_advice_is_on_what_was_seen_alone(kernel: Any, classes: list[str], cures: list[str]) -> None:
     text = check_attention(kernel, device="cpu", shape=replace(SMALL, D=64), classes=classes).text()
-    assert re.findall(r"^(?:delta or P|scores|O): .*", text, re.MULTILINE) == cures
+    assert re.findall(r"^  ((?:delta or P|scores|O): .*)", text, re.MULTILINE) == cures
 
 
 def test_advice_needs_no_names_that_only_our_code_has() -> None:
@@ -1063,9 +1063,9 @@ def test_a_kernel_without_grouped_heads_can_exit_with_0(
     assert main([f"{__name__}:heads_alike", "--device", "cpu", "--T", "64", *classes, *options]) == code
     told = capsys.readouterr().out
     assert f"(1 of {len(reasons())} classes tried{'; left out: grouped' * (code == 0)})" in told
-    assert ("not judged: grouped (NotImplementedError)\n" in told) == ("--without grouped\n" in told) == (code == 3)
     reason = "NotImplementedError: no grouped heads (k and v have 3 heads, q 9)"
-    assert (f"grouped     unverified                              {reason}" in told) == (code == 3)
+    row = f"\nunverified:\n  grouped (H 9 G 3): {reason}\n"
+    assert (row in told) == ("--without grouped\n" in told) == (code == 3)
 
 
 good = tiled()
@@ -1085,8 +1085,8 @@ def test_a_kernel_that_is_not_deterministic_exits_with_0_and_a_note(
     options = ("--device", "cpu", "--T", "64", "--class", "repeatability", "--csv", str(tmp_path / "x.csv"))
     assert main([f"{__name__}:restless", *options]) == 0
     told = capsys.readouterr().out
-    assert f"verdict: safe (1 of {len(reasons())} classes tried)\nnote: not deterministic: a run" in told
-    assert "next: " not in told
+    assert f"verdict: safe (1 of {len(reasons())} classes tried)\n" in told
+    assert told.endswith("\nsafe: repeatability\nnote: not deterministic: a run cannot be replayed\n")
     with (tmp_path / "x.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert [row[name] for name in ("verdict", "deterministic", "reason")] == [
@@ -1209,7 +1209,7 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
     assert command
     assert main(command[1].split()) == 1
     inputs = re.search(r"^p = (.*?) has q, ", text, re.MULTILINE)
-    told = re.search(r"common_part +at risk +rows (\S+)", text)
+    told = re.search(r"  common_part: delta or P: rows of dS sum to (\S+) of", text)
     assert inputs
     assert told
     p = eval(inputs[1], {"attention": attention, "torch": torch})
@@ -1219,11 +1219,40 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
     assert rows == pytest.approx(float(told[1]), rel=0.05)  # one pass; the report has the mean of eight
 
 
+def test_what_is_wrong_is_told_before_what_is_at_risk_and_what_to_mend_and_what_was_not_tried() -> None:
+    flash = check_attention("flash", device="cpu", shape=SMALL, classes=("common_part", "gaussian", "odd_length"))
+    *others, odd = flash.cases
+    wrong = replace(odd, verdict="wrong", reason="mask: O or dV reads what is masked")
+    not_tried = {"padding": "it has no argument attn_mask", "window": "it has no argument attn_mask"}
+    first, _, *lines = replace(flash, cases=(*others, wrong), not_tried=not_tried).text().splitlines()
+    assert first == f"verdict: wrong: mask; at risk: delta or P (3 of {len(reasons())} classes tried)"
+    starts = ("wrong:", "  odd_length (T 109): mask: O ", "at risk:", "  common_part: delta or P: rows of dS ", "mend:")
+    starts += (
+        "  what is wrong first",
+        "  delta or P: ",
+        "safe, rows of dS ",
+        "not tried:",
+        "  padding, window: it has no ",
+    )
+    assert all(line.startswith(start) for line, start in zip(lines, (*starts, "again: ", "p = "), strict=True)), lines
+
+
+def test_the_summary_of_a_failed_test_is_the_verdict() -> None:
+    with pytest.raises(AssertionError, match=r"^verdict: at risk: delta or P \(1 of "):
+        assert_safe("flash", device="cpu", shape=SMALL, classes="common_part")
+
+
+def test_inputs_of_ones_own_are_not_counted_among_the_classes(tmp_path: Path) -> None:
+    make("peaked_1000", SMALL, torch.bfloat16, CPU).save(file := tmp_path / "x.zip")
+    assert check_attention("torch:math", device="cpu", classes=str(file)).text().startswith("verdict: safe\n")
+
+
 def test_a_layout_that_is_mixed_up_is_told_before_what_follows_from_it() -> None:
     classes = ("mask_edges", "common_part", "gaussian")
     text = check_attention(in_flash_attentions_layout, device="cpu", shape=SMALL, classes=classes).text()
-    assert " classes tried): layout in gaussian; mask in mask_edges" in text
-    assert "\nfirst mend the layout, then run again: O is right for [batch, length, heads, head dim]" in text
+    assert text.startswith("verdict: wrong: layout, mask, errors (3 of ")
+    assert "\nwrong:\n  gaussian: layout: O is right for [batch, length, heads, head dim]" in text
+    assert "\nmend:\n  the layout first, then run again: all else may follow from it\n" in text
     assert 'attention.check.make("gaussian", ' in text
 
 
@@ -1245,7 +1274,7 @@ def test_a_class_of_masks_is_told_without_causal_which_it_does_not_take() -> Non
 
 def test_the_text_has_the_mask_of_the_inputs() -> None:
     report = check_attention(blind_tail, device="cpu", shape=SMALL, classes="window")
-    assert " has q, k, v, do, scale, causal, mask.visible" in report.text()
+    assert " has q, k, v, do (T 109), scale, causal, mask.visible" in report.text()
 
 
 def moves_its_o(*call: Any) -> tuple[Tensor, None]:

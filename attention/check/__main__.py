@@ -35,7 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
         description="Errors, row sums of dS, masks, determinism of an attention kernel, and a verdict for each class of inputs.",
         epilog=f"KERNEL: MODULE:FUNCTION, called as torch's scaled_dot_product_attention where it has is_causal, else as "
         f"(q, k, v, causal, scale), on [batch, heads, length, head dim]; or one of {', '.join(KNOWN)}; or a preset: {', '.join(TRIED)}. "
-        "Exit codes: 0 safe, 1 at risk or wrong, 2 usage, 3 unverified.",
+        "Exit codes: 0 safe, 1 at risk or wrong, 2 usage, 3 unverified. A verdict is on roundings and no proof: at risk is the pattern of "
+        "kernels whose runs explode, in BF16 at GPT-2's size; safe is no pattern that we know. Not tested: dropout, soft-caps, sinks, the "
+        "gradient of the log-sum-exp, packed sequences of unequal lengths.",
     )
     parser.add_argument("kernels", metavar="KERNEL", nargs="*", help="of several, the exit code is that of the worst")
     parser.add_argument("--against", metavar="KERNEL", help="show it beside KERNEL; it has no say in the exit code")

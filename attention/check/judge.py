@@ -178,8 +178,8 @@ def worst(verdicts: Iterable[str]) -> str:
 
 
 CURES = {
-    "delta or P: ": "delta or P: delta = rowsum(P * dP) / rowsum(P) in FP32, of the P and dP that make dS; or delta = rowsum(dO * O) with O "
-    "in FP32, if O, the sum it is divided by, and dS all use the same exp(S - max), rounded to 16 bits",
+    "delta or P: ": "delta or P: delta = rowsum(P * dP) / rowsum(P) in FP32, of the P and dP that make dS; or delta = rowsum(dO * O) with "
+    "O in FP32, if O, the sum it is divided by, and dS all use the same exp(S - max), rounded to 16 bits",
     "exponent: ": "exponent: exp2(c * (S - max)), not exp2(c * S - c * max), where one FMA rounds c * max and not c * S",
     "as where S is rounded": "scores: keep S in FP32 up to the softmax",
     "as where q times its scale is rounded": "scores: multiply S by the scale, not q",

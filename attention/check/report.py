@@ -9,7 +9,7 @@ import math
 import platform
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -41,15 +41,10 @@ TELLING_LOGIT = 100.0
 """Captured inputs of less say nothing where a kernel is safe: flash, which fails, is so in captured_early and captured_healthy, of 43 and
 58, and not in captured_growing, of 400."""
 LEGEND = (
-    f"  rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
+    f"rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
     "which is eager attention in this dtype with a softmax in FP32"
 )
-NEXT = "next: mend it, take flash_consistent, or train with it under watch() and beside a control, as scripts/crash_run.py of a clone does"
-LIMITS = (
-    "A verdict on roundings, not a proof: 'at risk' is the pattern of kernels whose runs explode here, at BF16 and GPT-2's size; 'safe' is "
-    "the absence of the patterns that we know. It says nothing of dropout, soft-caps, sinks, the gradient of the log-sum-exp, or unequal "
-    "lengths that are packed without a mask."
-)
+INSTEAD = "or train with flash_consistent, or with this kernel under watch() and beside a control (scripts/crash_run.py of a clone)"
 
 
 @dataclass(frozen=True)
@@ -99,56 +94,68 @@ class Report:
         return json.dumps(strict(content), indent=1, allow_nan=False)
 
     def text(self) -> str:
-        width = max(map(len, (*self.not_tried, *(case.name for case in self.cases))))
-        shapes = {case.shape for case in self.cases}
-        shape = f"{shapes.pop() if len(shapes) == 1 else self.shape}{', not causal' * (not self.causal)}"
-        lines = [
-            f"{self.kernel}, {self.dtype}, {shape}, {', '.join(dict.fromkeys(filter(None, self.environment.values())))}"
-        ]
+        """For people: the verdict; what is wrong, at risk, to mend, safe, not tried."""
+        base = told_shape(self.cases[0], self) if self.cases else self.shape
+        seen = dict.fromkeys(filter(None, self.environment.values()))
+        about = ", ".join([self.kernel, self.dtype, f"{base}{', not causal' * (not self.causal)}", *seen])
         left = _left(self)
         if {case.verdict for case in self.cases} == {judge.UNVERIFIED}:
-            return "\n".join([*lines, f"verdict: {judge.UNVERIFIED}: {self.cases[0].reason}{left}"])
-        lines.append(LEGEND)
-        lines += [f"  {case.name:{width}}  {_seen(case)}  {case.reason}".rstrip() for case in self.cases]
-        lines += [f"  {name:{width}}  not tried   {why}" for name, why in self.not_tried.items()]
-        if max(self.shape.dims) > PACKAGED_DIM and any(case.name in PACKAGED for case in self.cases):
-            lines.append(f"  captured_*: of head dim {PACKAGED_DIM}, padded with zeros; the scale stays")
-        raised = [case for case in self.cases if case.verdict == judge.UNVERIFIED]
+            return f"verdict: {judge.UNVERIFIED}: {self.cases[0].reason}{left}\n{about}"
+        of: dict[str, list[Case]] = {verdict: [] for verdict in judge.ORDER}
+        for case in sorted(self.cases, key=lambda case: not case.reason.startswith("layout: ")):
+            of[case.verdict].append(case)
+        raised = of[judge.UNVERIFIED]
         judged = [case for case in self.cases if case not in raised]
-        # Of a layout that is mixed up comes all else.
-        sites = sorted(reasons_of(judged).items(), key=lambda item: item[0] != "layout")
-        found = [f"{site} in {', '.join(names)}" for site, names in sites]
-        found += [f"not judged: {', '.join(names)} ({site})" for site, names in reasons_of(raised).items()]
+        bad = (judge.WRONG, judge.AT_RISK, judge.UNVERIFIED)
+        found = [f"{verdict}: {', '.join(reasons_of(of[verdict]))}" for verdict in bad if of[verdict]]
         tried = sum(case.name in KNOWN_CLASSES for case in judged)
         own = f", {len(judged) - tried} of your own" * (tried < len(judged))
-        among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried{own}{left})" if tried < len(KNOWN_CLASSES) else ""
-        lines.append(f"verdict: {self.verdict}{among}{': ' * bool(found)}{'; '.join(found)}")
-        lines += [f"note: {case.reason}" for case in judged if case.verdict == judge.SAFE and case.reason]
+        among = f"{tried} of {len(KNOWN_CLASSES)} classes tried{own}" if tried or not judged else ""
+        among = f" ({(among + left).removeprefix('; ')})" if tried < len(KNOWN_CLASSES) and among + left else ""
+        lines = [f"verdict: {'; '.join(found) or self.verdict}{among}", about]
+
+        def rows(verdict: str) -> list[str]:
+            return _by_reason(
+                verdict, ((f"{case.name}{_other_sizes(case, base)}", case.reason) for case in of[verdict])
+            )
+
+        lines += rows(judge.WRONG) + rows(judge.AT_RISK)
+        if mend := self._mend(judged):
+            lines += ["mend:", *(f"  {what}" for what in mend)]
+        if safe := of[judge.SAFE]:
+            sums = [case.measures["rows"] for case in safe if "rows" in case.measures]
+            most = f", rows of dS {max(sums):.1e} or less (limit {judge.ROWS_AT_RISK:.1e})" if sums else ""
+            lines.append(f"safe{most}: {', '.join(case.name for case in safe)}")
+        lines += [f"note: {case.reason}" for case in safe if case.reason]
+        if max(self.shape.dims) > PACKAGED_DIM and any(case.name in PACKAGED for case in self.cases):
+            lines.append(f"captured_*: of head dim {PACKAGED_DIM}, padded with zeros; the scale stays")
+        lines += [
+            f"{case.name}: largest logit {logit:.3g}: safe says nothing here, as kernels that fail are, too; take the layer that grows"
+            for case in safe
+            if case.name.endswith(".zip") and (logit := case.measures["largest_logit"]) < TELLING_LOGIT
+        ]
+        lines += rows(judge.UNVERIFIED)
         only_full = judged and all(case.name in NOT_CAUSAL for case in judged)
         if self.causal and only_full and {case.name for case in raised} >= DECISIVE:
             lines.append("if the kernel has no causal mask: --no-causal")
         elif options := " ".join(f"--without {name}" for name in self._not_for(raised)):
             lines.append(f"if the kernel is not for what it raised in: {options}")
-        lines += [
-            f"{case.name}: largest logit {logit:.3g}: safe says nothing here, as kernels that fail are, too; take the layer that grows"
-            for case in judged
-            if case.name.endswith(".zip")
-            and case.verdict == judge.SAFE
-            and (logit := case.measures["largest_logit"]) < TELLING_LOGIT
-        ]
-        if mixed := [case.reason for case in judged if case.reason.startswith("layout: ")]:
-            lines.append(f"first mend the layout, then run again: {mixed[0].removeprefix('layout: ')}")
-        elif wrong := [case.name for case in self.cases if case.verdict == judge.WRONG]:
-            lines.append(f"first mend what is wrong, then read the rest: {', '.join(wrong)}")
-        else:
-            lines += [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
-            of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
-            made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
-            if len(made) == 1:
-                lines += [f"errors: {advice}" for advice in judge.added(made[0].name, made[0].measures)]
+        lines += _by_reason("not tried", ((x, why) for x, why in self.not_tried.items() if x not in self.left_out))
         if self.verdict != judge.SAFE and self.cases:
             lines += self._again()
-        return "\n".join([*lines, *[NEXT] * (self.verdict == judge.AT_RISK), LIMITS])
+        return "\n".join(lines)
+
+    def _mend(self, judged: Sequence[Case]) -> list[str]:
+        if any(case.reason.startswith("layout: ") for case in judged):
+            return ["the layout first, then run again: all else may follow from it"]
+        mend = [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
+        of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
+        made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
+        if len(made) == 1:
+            mend += [f"errors: {advice}" for advice in judge.added(made[0].name, made[0].measures)]
+        if {judge.WRONG, judge.AT_RISK} <= {case.verdict for case in judged}:
+            return ["what is wrong first, then run again: the rest may follow from it", *mend]
+        return [*mend, INSTEAD] if self.verdict == judge.AT_RISK else mend
 
     def _not_for(self, raised: Sequence[Case]) -> list[str]:
         """Classes to leave out; without ``odd_length`` others that raised in that length have an even one."""
@@ -213,6 +220,14 @@ def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
     return found
 
 
+def _by_reason(title: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each reason of names, under a title; none where there is none."""
+    names: dict[str, list[str]] = {}
+    for name, reason in pairs:
+        names.setdefault(reason, []).append(name)
+    return [f"{title}:"] * bool(names) + [f"  {', '.join(of)}: {reason}" for reason, of in names.items()]
+
+
 def _other_sizes(case: Case, shape: Shape) -> str:
     """Those of a case that are not those of ``shape``, as " (T 269)"."""
     others = [f"{name} {n}" for name, n in case.shape.sizes().items() if shape.sizes().get(name) != n]
@@ -231,7 +246,7 @@ def side_by_side(a: Report, b: Report) -> str:
     both = [(case, others.get(case.name)) for case in a.cases]
     lines = [f"  {case.name:20}  {_seen(case)}  {_seen(other) if other else ''}".rstrip() for case, other in both]
     lines.append(f"  {'verdict':20}  {a.verdict:38}  {b.verdict}")
-    return "\n".join([f"  {'':20}  {a.kernel:38}  {b.kernel}", *lines])
+    return "\n".join([f"  {'':20}  {a.kernel:38}  {b.kernel}", *lines, LEGEND])
 
 
 def table(reports: Sequence[Report]) -> str:
