@@ -88,6 +88,14 @@ def test_the_adapter_of_packed_sequences_takes_padding() -> None:
     torch.testing.assert_close(o, expected * visible.diagonal(dim1=-2, dim2=-1)[..., None])
 
 
+def test_the_page_on_kernels_shows_a_test_of_all_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = (text for text in blocks(ROOT / "docs" / "kernels.md", "python") if "assert_safe(" in text)
+    checked = Mock(return_value=SimpleNamespace(cases=[SimpleNamespace(name="", verdict="safe")]))
+    monkeypatch.setattr("attention.check.report.check_attention", checked)
+    exec(example.replace("low_precision_attention", "attention"), {})
+    assert checked.call_args.kwargs["classes"] == ()
+
+
 def test_a_window_has_the_form_and_width_that_the_page_on_kernels_says() -> None:
     p = make("window", Shape(T=64), torch.float32, "cpu")
     B, _, T, _ = p.q.shape
