@@ -13,7 +13,7 @@ import torch
 from tiny_runs import Place, completed, weights
 
 from attention.watching.growth import GrowthAlarm, GrowthRule, Probe, growth
-from attention.watching.verdict import TEST, answer, main
+from attention.watching.verdict import TEST, answer, main, table
 from errors import UserError
 from training.intervention import AlarmConfig, update_alarm
 from training.telemetry import read_telemetry
@@ -320,11 +320,31 @@ def test_a_log_with_another_type_or_length_is_no_file_of_watch(wrong: dict[str, 
         main([str(path)])
 
 
+CROSSES = [look(step, logit) for step, logit in enumerate([9.0, 200.0, 900.0, 950.0, 3e3, 8e2, 6e4, 7e4, 8e4, 9e4])]
+
+
+def test_the_table_has_the_steps_at_which_each_layer_passed_a_bound_and_the_last_before_1000() -> None:
+    _, _, head, *rows = table(CROSSES)
+    assert head.split()[-5:] == [">100", ">1,000", ">45,426", "before", ">1,000"]
+    assert [row.split()[-4:] for row in rows] == [["-", "-", "-", "9"], ["1", "4", "6", "3"], ["1", "4", "6", "3"]]
+
+
+def test_the_table_has_eight_looks_of_each_layer_that_is_not_frozen_and_no_nan() -> None:
+    records = [record | {"frozen": [0]} for record in CROSSES] + [look(10, math.nan)]
+    _, _, head, *rows = table(records)
+    assert head.split()[1:-5] == ["0", "1", "2", "3", "5", "6", "7", "9"]
+    assert [row.split()[0] for row in rows] == ["1", "all"]
+    assert rows[1].split()[1:-4] == ["9", "200", "900", "950", "800", "60000", "70000", "90000"]
+
+
 def test_main_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "watch.jsonl"
     path.write_text('{"step": 0, "clock": 0, "max_logit": [["nan"]]}\n')
     main([str(path)])
     assert capsys.readouterr().out.startswith("UNCLEAR: no record has finite logits")
+    path.write_text(f"{json.dumps(CROSSES[0])}\n")
+    main([str(path)])
+    assert capsys.readouterr().out.splitlines()[-4:] == table(CROSSES[:1])[-4:]
     with pytest.raises(UserError, match=r"^usage: "):
         main([])
 

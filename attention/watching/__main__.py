@@ -1,4 +1,4 @@
-"""``python -m low_precision_attention.watching FILE``: the verdict on a file of ``watch``."""
+"""``python -m low_precision_attention.watching FILE``: the verdict on a file of ``watch``, and a table of its logits."""
 
 import sys
 

@@ -37,6 +37,8 @@ logits up to 90 had as much. A window of 65 for one of 64 had 0.009 to 0.012, si
 windows one key more is not seen. ``delta_error`` cannot tell: behind a norm of O right kernels have 1, as delta cancels.
 """
 TEST = "test the kernel: python -m low_precision_attention.check KERNEL."
+SHOWN = 8
+"""Steps in the table."""
 HARMLESS = 2e-5
 """Largest harmless error of delta: FP32 attention has 1e-7, and no run with up to 1.1e-5 grew (experiments/row_residual/README.md)."""
 
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
         records = read_log(path)
     except UserError:  # which says what watch(log=) expects, a new file
         raise UserError(f"{path}: expected a file that watch(log=...) wrote") from None
-    print("\n".join(answer(records)))
+    print("\n".join([*answer(records), *table(records)]))
 
 
 def answer(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -72,21 +74,19 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         if made:
             where = f"at step {record['step']} attention's backward pass made a NaN of finite q, k, v and dO in layer {made[0]}"
             return [f"KERNEL: {where}.", "Name the backend with torch.nn.attention.sdpa_kernel."]
-    finite = [record for record in records if all(map(math.isfinite, _tops(record)))]
+    finite = _finite(records)
     notes = [f"Logits are not finite at step {r['step']}." for r in records if r not in finite][:1]
     if not finite:
         return ["UNCLEAR: no record has finite logits. Watch from an earlier checkpoint.", *notes]
-    frozen = [layer for layer in layers if all(layer in record.get("frozen", []) for record in finite)]
-    judged = [layer for layer in layers if layer not in frozen] or layers
-    if frozen:
+    if frozen := _frozen(finite):
         names = ", ".join(map(str, frozen))
         notes.append(f"Frozen layers, whose queries and keys take no gradient: {names}.")
     if without := sorted({layer for record in finite for layer in record.get("frozen_q", [])}):
         names = ", ".join(map(str, without))
         notes.append(f"Layers whose queries take no gradient though their keys do, so that dQ says nothing: {names}.")
-    tops = {layer: max(of) for layer, *of in zip(layers, *map(_tops, finite), strict=True) if layer in judged}
+    tops = {layer: max(course) for layer, course in _courses(finite).items()}
     top = max(tops.values())
-    fma_logit = min(record.get("fma_logit", FMA_LOGIT) for record in finite)
+    fma_logit = _fma_logit(finite)
     past = f"Past {fma_logit:,.0f}: run the control, from a checkpoint before that."
     span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
     largest = f"The largest logit of {span} is {top:.4g}, in layer {max(tops, key=tops.__getitem__)}."
@@ -159,6 +159,48 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         advice = "Watch each step (every=1) from an earlier checkpoint."
     few = f", and {FEW} are needed to say more" if len(finite) < FEW else ""
     return [f"UNCLEAR: no layer ran away in {len(finite)} record(s){few}. {advice}", largest, *notes]
+
+
+def table(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Of each layer, and of all, the largest logit at a few looks, the first step past each bound, and the last step before one past 1,000.
+
+    Looks whose logits are not finite and frozen layers are left out. Of the records of one run, as ``answer`` takes them.
+    """
+    finite = _finite(records)
+    if not finite:
+        return []
+    steps = [record["step"] for record in finite]
+    looks = sorted({look * (len(steps) - 1) // (SHOWN - 1) for look in range(SHOWN)})
+    bounds = SMALL_LOGIT, LARGE_LOGIT, _fma_logit(finite)
+    courses: dict[Any, tuple[float, ...]] = {**_courses(finite)}
+    courses["all"] = tuple(map(max, zip(*courses.values(), strict=True)))
+    rows = [["layer", *(str(steps[look]) for look in looks), *(f">{bound:,.0f}" for bound in bounds), "before >1,000"]]
+    for layer, tops in courses.items():
+        past = {bound: next((i for i, top in enumerate(tops) if top > bound), len(tops)) for bound in bounds}
+        told = [[*steps, "-"][i] for i in past.values()] + [["-", *steps][past[LARGE_LOGIT]]]
+        rows.append([str(layer), *(f"{tops[look]:.5g}" for look in looks), *map(str, told)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    title = "Largest logit at some steps; the first step past each bound; the last step before one past 1,000:"
+    return ["", title, *("  ".join(map(str.rjust, row, widths)) for row in rows)]
+
+
+def _finite(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if all(map(math.isfinite, _tops(record)))]
+
+
+def _fma_logit(finite: Sequence[dict[str, Any]]) -> float:
+    return min(record.get("fma_logit", FMA_LOGIT) for record in finite)
+
+
+def _frozen(finite: Sequence[dict[str, Any]]) -> list[int]:
+    return [layer for layer in layers_of(finite[0]) if all(layer in record.get("frozen", []) for record in finite)]
+
+
+def _courses(finite: Sequence[dict[str, Any]]) -> dict[int, tuple[float, ...]]:
+    """Largest logits of each layer that is not frozen, or of all if all are, a number a record."""
+    courses = dict(zip(layers_of(finite[0]), zip(*map(_tops, finite), strict=True), strict=True))
+    frozen = _frozen(finite)
+    return {layer: tops for layer, tops in courses.items() if layer not in frozen} or courses
 
 
 def _unseen(records: Sequence[dict[str, Any]], finite: Sequence[dict[str, Any]]) -> bool:
