@@ -310,6 +310,7 @@ def test_a_file_of_two_runs_is_refused() -> None:
         *({"dq_error": value} for value in (1.0, [[0.1]], [[0.1], None, None], [[0.1, 0.1], ["1", 0.1]])),
         *({name: value} for name in ("layers", "frozen") for value in (1, [0, [1]], ["0", "1"])),
         {"layers": [0]},
+        {"attention": ["flash"]},
     ],
     ids=str,
 )

@@ -633,6 +633,22 @@ def test_o_of_a_function_that_is_neither_torchs_nor_ours_has_an_error(implementa
     assert ("o_error" in seen.record) == there
 
 
+@pytest.mark.parametrize(("implementation", "written"), [("sdpa", None), ("ours", "flash")])
+def test_the_log_names_the_attention_that_register_made(implementation: str, written: str | None) -> None:
+    attention.huggingface.register("flash", "ours")
+    with watch(model := llama(implementation, 1), say=lambda line: None) as seen:
+        model(input_ids=TOKENS)
+    assert seen.record.get("attention") == written
+
+
+@pytest.mark.parametrize(("others", "written"), [(0, "flash_consistent"), (1, None)])
+def test_the_log_names_the_attention_of_replace_sdpa_where_that_has_all_calls(others: int, written: str | None) -> None:
+    model = nn.Sequential(Block(0), *map(Own, range(1, 1 + others)))
+    with replace_sdpa("robust"), watch(model, say=lambda line: None) as model[-1].__dict__["watcher"]:
+        model(data()).sum().backward()
+    assert model[-1].watcher.record.get("attention") == written
+
+
 class Asks(nn.Module):
     """Calls by names what transformers has registered, as its models of images do."""
 

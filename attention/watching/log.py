@@ -60,7 +60,7 @@ def _is_record(record: Any) -> bool:
     ]
     numbers += [*layers_of(record), *record.get("frozen", []), *record.get("frozen_q", [])]
     numbers += [x for column in columns for values in column for x in values or []]
-    right = all(isinstance(x, int | float) for x in numbers)
+    right = all(isinstance(x, int | float) for x in numbers) and isinstance(record.get("attention", ""), str)
     return right and bool(heads) and all(heads) and all(fits) and len(layers_of(record)) == len(heads)
 
 

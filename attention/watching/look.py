@@ -59,6 +59,8 @@ class Look:
         self.frozen_q: list[int] = []
         """Layers whose keys take one, but not their queries, as the first one of adapters on keys alone."""
         self.fma_logit = FMA_LOGIT
+        self.numerics: set[str | None] = set()
+        """Labels of ours; None: of a call of other attention."""
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._calls

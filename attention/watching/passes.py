@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..attn_mask import is_causal_bias
-from ..functional import scaled_dot_product_attention
+from ..functional import scaled_dot_product_attention, spec_of
 from ..huggingface import HARMLESS
 from ..huggingface_models import Hook, traits_of
 from ..operators import TORCHS
@@ -37,7 +37,7 @@ class Pass(TorchFunctionMode):
     Args:
         look: what the owner keeps of its calls.
         attend: given the pass, the number of a call in it, what computes it of q, k and v, and its arguments by name, with ``kernel`` as
-            ``Look.keep`` takes it; gives O.
+            ``Look.keep`` takes it, and ``ours``, the label of its numerics, None where it is not ours; gives O.
     """
 
     def __init__(self, look: Look | None, attend: Attend):
@@ -108,7 +108,8 @@ class Pass(TorchFunctionMode):
         except TypeError:  # ``func`` says what is wrong
             return func(*args, **kwargs)
         arguments |= {"kernel": kernel_of(func, kwargs), "torchs": func is TORCHS}
-        arguments["ours"] = func is scaled_dot_product_attention
+        ours = func is scaled_dot_product_attention
+        arguments["ours"] = spec_of(arguments["numerics"]).label() if ours else None
 
         def run(*qkv: Tensor) -> Tensor:
             n = len(args[:3])
@@ -393,7 +394,7 @@ def _dispatching(function: Callable[..., Any], name: str) -> Callable[..., Any]:
                 ].transpose(1, 2)
 
             call["kernel"] = kernel
-        call["ours"] = hasattr(function, "rounded_as")
+        call["ours"] = getattr(function, "rounded_as", None)
         call["softcap"] = named_too.get("softcap") or 0.0
 
         def seen_by(looking: Pass | None, *qkv: Tensor) -> Tensor:

@@ -346,6 +346,7 @@ class Watch:
         except ValueError as error:
             return self._refuse("look", f"look: {error}")
         number = taken.number(number) if layer is None else layer
+        taken.numerics.add(None)
         flags: dict[str, Any] = {"causal": bool(causal), "scale": scale, "softcap": softcap or 0.0, "foreign": True}
         flags |= {"sinks": sinks, "dropout": float(dropout or 0.0)}
         heads_at = -3 if layout == "BHTD" else -2
@@ -365,6 +366,7 @@ class Watch:
         layer = look.number(number)
 
         def keep() -> None:
+            look.numerics.add(named.get("ours"))
             causal, mask = bool(named["is_causal"]), plain_mask(named, o.device)
             cast = named.get("torchs") and torch.is_autocast_enabled(o.device.type)
             if cast and mask is not None and mask.is_floating_point():
@@ -399,6 +401,8 @@ class Watch:
         if self._hidden:
             more["hidden"] = len(self._hidden)
         more |= {name: of for name in ("frozen", "frozen_q") if (of := getattr(look, name))}
+        if None not in look.numerics:
+            more["attention"] = ", ".join(sorted(filter(None, look.numerics)))
         if look.fma_logit < FMA_LOGIT:
             more["fma_logit"] = look.fma_logit
         if self._back_to is not None:
@@ -624,7 +628,8 @@ def watch(
     Args:
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
         every: steps between two looks. Where modules inside are compiled, the first pass is looked at, too.
-        log: JSONL file; each look appends a line: step, clock, and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
+        log: JSONL file; each look appends a line: step, clock, ``attention`` (numerics of ``replace_sdpa``, ``register`` or our function,
+            where all calls have one), and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
             takes growth, and which layers ran away; of those from ``start`` on the next record says that they count no more.
         optimizer: counts the steps, those that a ``GradScaler`` skips, too, and its largest learning rate is the alarm's clock. Without
             it a training forward pass is a step.
