@@ -233,6 +233,41 @@ def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dic
 
 
 @pytest.mark.parametrize(
+    ("logits", "advice"),
+    [
+        ([500.0], "If the run has failed, run the control; else go on watching. If this is"),
+        ([500.0, math.nan], "Run the control. If this is the control, its loss decides"),
+        ([2e3, math.nan], "Run the control. If this is the control, its loss decides"),
+        ([90.0], "Go on watching."),
+    ],
+)
+def test_the_advice_is_that_of_a_run_that_has_failed_where_it_surely_has(logits: list[float], advice: str) -> None:
+    assert f"record(s), and 3 are needed to say more. {advice}" in answer(list(map(look, range(2), logits)))[0]
+
+
+@pytest.mark.parametrize(
+    ("attention", "logit", "advice"),
+    [
+        ("flash_delta_from_p", 5e3, "Attention is flash_delta_from_p: its loss decides"),
+        ("flash_delta_from_p", 5e4, "Attention is flash_delta_from_p. Past 45,426: run the control"),
+        ("flash_consistent", 5e4, "Attention is flash_consistent: its loss decides"),
+        ("flash", 5e3, "Attention is flash. Run the control."),
+    ],
+)
+@pytest.mark.parametrize("columns", [{}, {"dq_error": [2.0, 2.0]}], ids=["unclear", "suspect"])
+def test_a_run_whose_attention_is_known_is_told_whether_it_is_the_control(
+    attention: str, logit: float, advice: str, columns: dict[str, list[float]]
+) -> None:
+    assert advice in " ".join(answer([look(step, logit, **columns) | {"attention": attention} for step in range(3)]))
+
+
+@pytest.mark.parametrize(("start", "told"), [(39_000, True), (0, False)])
+def test_a_replay_is_told_that_its_log_cannot_show_slow_growth(start: int, told: bool) -> None:
+    said = answer([look(start + step, 2e3) for step in range(5)])
+    assert ("Slow growth is not judged: the clock (steps) grew 1.00 times here" in " ".join(said)) == told
+
+
+@pytest.mark.parametrize(
     ("name", "logit", "first", "largest", "of"),
     [
         ("frozen", 5e3, "NO: in the 1 layers", "is 1, in layer 0.", "Frozen layers"),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..presets import RECOMMENDED
 from ..user_error import UserError
 from .growth import FMA_LOGIT, LARGE_LOGIT, GrowthAlarm, GrowthRule
 from .log import layers_of, read_log
@@ -37,6 +38,10 @@ logits up to 90 had as much. A window of 65 for one of 64 had 0.009 to 0.012, si
 windows one key more is not seen. ``delta_error`` cannot tell: behind a norm of O right kernels have 1, as delta cancels.
 """
 TEST = "test the kernel: python -m low_precision_attention.check KERNEL."
+CONTROLS = "flash_delta_from_p", "flash_fp32_o"
+"""More exact than ``flash`` up to the FMA threshold, ..."""
+ALWAYS_CONTROLS = "flash_delta_from_p_subtract_first", "standard", "sdpa_math", RECOMMENDED
+"""... and at any logit."""
 SHOWN = 8
 """Steps in the table."""
 HARMLESS = 2e-5
@@ -87,7 +92,6 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     tops = {layer: max(course) for layer, course in _courses(finite).items()}
     top = max(tops.values())
     fma_logit = _fma_logit(finite)
-    past = f"Past {fma_logit:,.0f}: run the control, from a checkpoint before that."
     span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
     largest = f"The largest logit of {span} is {top:.4g}, in layer {max(tops, key=tops.__getitem__)}."
     overflowed = [record for record in finite if _overflowed(record)]
@@ -115,7 +119,6 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if gone or rounded or (now and top >= LARGE_LOGIT):
         names = ", ".join(map(str, rounded))
         errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
-        control = f"{past if top > fma_logit else 'Run the control.'} If this is the control, look at the recipe."
         small = [f"Logits are small: first {TEST}"] if wrong else []
         return [
             "SUSPECT: attention's rounding may make this gradient.",
@@ -124,7 +127,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
             *small,
             largest,
             *notes,
-            control,
+            _control(finite[-1], top, fma_logit, failed=True),
         ]
     if now:
         what = "the gradient that reaches attention is not finite already"
@@ -149,16 +152,30 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         which = "with a gradient" if frozen else "seen"
         no = f"NO: in the {len(tops)} layers {which} attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *notes, f"It says nothing of steps after {records[-1]['step']}."]
-    advice = "Run the control. If this is the control, its loss decides." if top >= LARGE_LOGIT else "Go on watching."
-    if top > fma_logit:
-        advice = past
-    elif (grown := finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)) < GrowthRule().window:
-        clock = f"its clock ({finite[-1].get('clock_is', 'steps')}) grew {grown:.2f} times"
-        advice += f" The log is too short to tell slow growth: {clock}, and {GrowthRule().window} are needed."
-    if records[-1] not in finite:
+    advice = "Go on watching."
+    if top >= SMALL_LOGIT:
+        advice = _control(finite[-1], top, fma_logit, failed=records[-1] is not finite[-1])
+    if top < LARGE_LOGIT and _unseen(records, finite):
         advice = "Watch each step (every=1) from an earlier checkpoint."
+    if (grown := finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)) < GrowthRule().window:
+        clock = f"the clock ({finite[-1].get('clock_is', 'steps')}) grew {grown:.2f} times here, and the alarm needs {GrowthRule().window}"
+        notes.append(
+            f"Slow growth is not judged: {clock}. See in the table whether logits pass 1,000 before the loss rises."
+        )
     few = f", and {FEW} are needed to say more" if len(finite) < FEW else ""
     return [f"UNCLEAR: no layer ran away in {len(finite)} record(s){few}. {advice}", largest, *notes]
+
+
+def _control(last: dict[str, Any], top: float, fma_logit: float, *, failed: bool) -> str:
+    """What to do where attention's rounding may be the cause, by the attention of the last record. ``failed``: the run surely has."""
+    own, past = last.get("attention"), top > fma_logit
+    decides = "its loss decides; if that rises, look at the recipe."
+    if own in ALWAYS_CONTROLS or (own in CONTROLS and not past):
+        return f"Attention is {own}: {decides}"
+    run = f"Past {fma_logit:,.0f}: run the control, from a checkpoint before that." if past else "Run the control."
+    if top < LARGE_LOGIT and not failed:
+        run = "If the run has failed, run the control; else go on watching."
+    return f"Attention is {own}. {run}" if own else f"{run} If this is the control, {decides}"
 
 
 def table(records: Sequence[dict[str, Any]]) -> list[str]:
