@@ -261,6 +261,12 @@ def test_a_run_whose_attention_is_known_is_told_whether_it_is_the_control(
     assert advice in " ".join(answer([look(step, logit, **columns) | {"attention": attention} for step in range(3)]))
 
 
+def test_a_no_ends_where_logits_cease_to_be_finite() -> None:
+    first, *_, last = answer([look(step, 50.0 if step < 4 else math.nan) for step in range(7)])
+    assert first.startswith("NO: before step 4, in the 2 layers seen")
+    assert last == "It says nothing of steps after 3."
+
+
 @pytest.mark.parametrize(("start", "told"), [(39_000, True), (0, False)])
 def test_a_replay_is_told_that_its_log_cannot_show_slow_growth(start: int, told: bool) -> None:
     said = answer([look(start + step, 2e3) for step in range(5)])

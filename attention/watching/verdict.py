@@ -149,9 +149,11 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         why = "nn.MultiheadAttention needs need_weights=False, attention of another kind look()."
         return [f"UNCLEAR: {unseen} attention layer(s) of this model were not seen: {why}", largest, *notes]
     if judges and not _unseen(records, finite):
-        which = "with a gradient" if frozen else "seen"
-        no = f"NO: in the {len(tops)} layers {which} attention's rounding does not make this gradient; look at the recipe and the data."
-        return [no, largest, *notes, f"It says nothing of steps after {records[-1]['step']}."]
+        last = finite[-1]["step"]
+        seen = f"in the {len(tops)} layers {'with a gradient' if frozen else 'seen'}"
+        seen = seen if records[-1] is finite[-1] else f"before step {last + 1}, {seen}"
+        no = f"NO: {seen} attention's rounding does not make this gradient; look at the recipe and the data."
+        return [no, largest, *notes, f"It says nothing of steps after {last}."]
     advice = "Go on watching."
     if top >= SMALL_LOGIT:
         advice = _control(finite[-1], top, fma_logit, failed=records[-1] is not finite[-1])
