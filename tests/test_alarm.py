@@ -335,7 +335,15 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_layer_and_step(delta: f
 @pytest.mark.parametrize(("layers", "name"), [({}, 1), ({"layers": [3, 7]}, 7)])
 def test_the_layer_that_ran_away_is_named_with_its_step(layers: dict[str, list[int]], name: int) -> None:
     # Past 500 first at (step / 100)^4 with step 500; two looks must agree.
-    assert answer([one | layers for one in RUNS_AWAY])[1] == f"Layer {name} ran away at step 600."
+    assert answer([one | layers for one in RUNS_AWAY])[1].startswith(f"Layer {name} ran away at step 600")
+
+
+def test_the_errors_of_the_layer_that_ran_away_are_told() -> None:
+    records = [
+        look((i + 1) * 100, (i + 1.0) ** 4, dq_error=[0.0, i / 10], row_residual=[2e-7, 1e-7 * i]) for i in range(9)
+    ]
+    errors = "dq_error 0.5 to 0.8 of dQ, row_residual 5e-07 to 8e-07 of delta, in its worst head."
+    assert answer(records)[1] == f"Layer 1 ran away at step 600; from then on {errors}"
 
 
 def test_a_file_of_two_runs_is_refused() -> None:

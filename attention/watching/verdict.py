@@ -105,7 +105,9 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     alarm = GrowthAlarm()
     for record in finite:
         alarm.update(record["step"], record["clock"], dict(zip(layers, record["max_logit"], strict=True)))
-    gone = [f"Layer {layer} ran away at step {step}." for layer, step in alarm.ran_away.items()]
+    gone = [
+        f"Layer {layer} ran away at step {step}{_since(finite, layer, step)}." for layer, step in alarm.ran_away.items()
+    ]
     measured = [record for record in finite if _is_measured(record) and record not in overflowed]
     judges = top < SMALL_LOGIT and len(finite) >= FEW
     wrong = _wrong(measured, "dq_error", WRONG) if judges else {}
@@ -166,6 +168,16 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         )
     few = f", and {FEW} are needed to say more" if len(finite) < FEW else ""
     return [f"UNCLEAR: no layer ran away in {len(finite)} record(s){few}. {advice}", largest, *notes]
+
+
+def _since(finite: Sequence[dict[str, Any]], layer: int, step: int) -> str:
+    """The errors of a layer from that step on, each of its worst head: whether its gradient suffers."""
+    at, told = layers_of(finite[0]).index(layer), []
+    for name, whole in (("dq_error", "dQ"), ("row_residual", "delta")):
+        heads = [record[name][at] for record in finite if record["step"] >= step and name in record]
+        worst = [max(of) for of in heads if of and all(map(math.isfinite, of))]
+        told += [f"{name} {min(worst):.2g} to {max(worst):.2g} of {whole}"] if worst else []
+    return f"; from then on {', '.join(told)}, in its worst head" if told else ""
 
 
 def _control(last: dict[str, Any], top: float, fma_logit: float, *, failed: bool) -> str:
