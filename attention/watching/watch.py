@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..huggingface_models import Hook
 from ..user_error import invalid
-from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, RATES, STEPS, GrowthAlarm, GrowthRule
+from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, STEPS, GrowthAlarm, GrowthRule
 from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
 from .look import Look, of_this_call
 from .measure import as_lists
@@ -468,8 +468,7 @@ class Watch:
         if (advice := _advice(self._largest[0], self._fma_logit)) != before:
             self._say(f"step {step}: attention layer {largest[2]}: largest logit {largest[0]:.4g}{advice}")
         for found in self._alarm.update(step, record["clock"], logits):
-            rates = "" if len(self.ran_away) > 1 else f" ({RATES})"
-            self._say(f"{found}; run the control{rates}")
+            self._say(f"{found}; run the control")
 
 
 HOOKS = "_optimizer_step_post_hooks"
