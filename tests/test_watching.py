@@ -375,6 +375,20 @@ def test_a_query_without_a_gradient_whose_key_has_one_is_told_from_a_frozen_laye
     assert (found["frozen_q"], "frozen" in found) == ([0], False)
 
 
+@pytest.mark.parametrize(("accumulated", "optimizer", "told"), [(2, False, 1), (2, True, 0), (1, False, 0)])
+def test_passes_that_accumulate_gradients_are_told_that_they_count_as_steps(
+    accumulated: int, optimizer: bool, told: int
+) -> None:
+    steps, said = torch.optim.AdamW((model := Model()).parameters()), []
+    with watch(model, optimizer=steps if optimizer else None, say=said.append):
+        for step in range(4):
+            model(data()).backward()
+            if step % accumulated == accumulated - 1:
+                steps.step()
+                steps.zero_grad()
+    assert sum("no weight changed" in line for line in said) == told
+
+
 def test_another_number_of_calls_is_one_warning() -> None:
     """As where layers are skipped at random: another layer has that number then."""
     model = Model()
@@ -755,6 +769,7 @@ def growing(steps: range, log: Path | None = None, power: float = 4.0) -> tuple[
     with watch(model := Growing(power, steps.start), log=log, every=1, start=steps.start, say=said.append) as seen:
         for _ in steps:
             model(data().view(B, T, H, D).transpose(1, 2)).backward()
+            model.weight.detach().zero_().add_(1)  # a step of no learning rate
     return seen, said
 
 
@@ -1200,7 +1215,8 @@ def test_modules_whose_attention_is_not_seen_are_named(tmp_path: Path) -> None:
     with watch(model, every=1, say=said.append, log=file) as seen:
         for _ in range(4):
             model(data()).square().mean().backward()
-    assert ["not seen: 1.0 (Own), 2.attention (MultiheadAttention)" in line for line in said] == [True, False]
+    named = ["not seen: 1.0 (Own), 2.attention (MultiheadAttention)" in line for line in said]
+    assert named == [True, False, False]
     assert (seen.record["hidden"], len(seen.record["dq_error"])) == (2, 2)
     assert verdict(file)[0].startswith("UNCLEAR: 2 attention layer(s)")
     with watch(alone := nn.Sequential(Own(0))), pytest.raises(ValueError, match=r"not seen: 0 \(Own\)"):

@@ -69,6 +69,8 @@ class Watch:
         self._step, self._gap = chosen["start"], chosen["start"] - last["step"]
         """Steps of no record. The clock takes them in at the first pass: until then a Trainer loads its optimizer's state."""
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
+        self._versions: list[int] = []
+        """Of the weights in the first pass."""
         self._log = open_log(Path(chosen["log"])) if chosen["log"] else None
         self._back_to = chosen["back_to"]
         """Step from which on the log's records are to count no more; the next record says so."""
@@ -201,6 +203,8 @@ class Watch:
             return
         with self._lock:
             self._passes += 1
+            if self._counts and self._passes <= 2:
+                self._note_unchanged(model)
             if self._gap:
                 self._clock, self._gap = self._clock + self._gap * self._rate(), 0
                 if not self._clock > 0 and self._is_first:
@@ -228,6 +232,14 @@ class Watch:
             forward.seeing, self._looked_at = None, self._step
             failed = f"measuring failed, and the training goes on: {type(error).__name__}: {error}"
             self._warn("compiled" if refused else "open", str(error).removeprefix("watch: ") if refused else failed)
+
+    def _note_unchanged(self, model: nn.Module) -> None:
+        """torch counts what is written to a tensor, as an optimizer's step does."""
+        versions = [parameter._version for parameter in model.parameters() if parameter.requires_grad]
+        if versions and versions == self._versions:
+            each = "each forward pass counts as a step: give optimizer= where gradients accumulate"
+            self._say(f"watch: no weight changed between the first two passes, and {each}")
+        self._versions = versions
 
     def _warn_of_inference_paths(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
