@@ -395,8 +395,18 @@ def test_main_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_text(f"{json.dumps(CROSSES[0])}\n")
     main([str(path)])
     assert capsys.readouterr().out.splitlines()[-4:] == table(CROSSES[:1])[-4:]
-    with pytest.raises(UserError, match=r"^usage: "):
-        main([])
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--flag", "a"]])
+def test_other_arguments_than_a_file_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(UserError, match=r"\(see --help\)$"):
+        main(arguments)
+
+
+def test_the_command_tells_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m low_precision_attention.watching [-h] FILE")
 
 
 def test_the_command_says_a_mistake_in_one_line() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..presets import RECOMMENDED
-from ..user_error import UserError
+from ..user_error import OneLineParser, UserError
 from .growth import FMA_LOGIT, LARGE_LOGIT, GrowthAlarm, GrowthRule
 from .log import layers_of, read_log
 
@@ -50,9 +50,13 @@ HARMLESS = 2e-5
 
 def main(arguments: Sequence[str]) -> None:
     """The command. Raises ``UserError``."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise UserError("usage: python -m low_precision_attention.watching FILE, a file that watch(log=FILE) wrote")
-    path = Path(arguments[0])
+    parser = OneLineParser(
+        prog="python -m low_precision_attention.watching",
+        description="A verdict on a run, and the largest logits of its layers.",
+        epilog="Exit codes: 0 whatever the verdict, 2 for a file that is not of watch.",
+    )
+    parser.add_argument("file", metavar="FILE", help="what watch(log=FILE) wrote")
+    path = Path(parser.parse_args(arguments).file)
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected one that watch(log=...) wrote")
     try:
