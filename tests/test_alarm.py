@@ -1,4 +1,4 @@
-"""The alarm's rule and a run that says so; the verdict on a file of watch: the list in docs/diagnosis.md, on made-up records."""
+"""The alarm's rule and a run that says so; the verdict on a file of watch: the list in verdict.py, on made-up records."""
 
 import json
 import math
@@ -228,7 +228,7 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([look(step, 1500.0, dq_error=[math.nan] * 2) for step in range(4)], "SUSPECT"),
     ],
 )
-def test_a_watched_run_is_judged_by_the_table_of_the_diagnosis(records: list[dict[str, Any]], first: str) -> None:
+def test_a_watched_run_is_judged_by_the_list_of_verdicts(records: list[dict[str, Any]], first: str) -> None:
     assert answer(records)[0].split(":")[0] == first
 
 

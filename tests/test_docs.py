@@ -106,10 +106,11 @@ def test_a_window_has_the_form_and_width_that_the_page_on_kernels_says() -> None
 PAGE, DIAGNOSIS = ROOT / "docs" / "huggingface.md", ROOT / "docs" / "diagnosis.md"
 
 
-@pytest.mark.parametrize("handed", [False, True])
-def test_examples_of_the_diagnosis_measure_it(handed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Causal logits of torch's function, and of attention that hands itself over."""
-    plain, hand_over, loop = (text for text in blocks(DIAGNOSIS, "python") if "watch" in text)
+@pytest.mark.parametrize("example", ["plain", "control", "handed over"])
+def test_examples_of_the_diagnosis_measure_it(example: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Causal logits of torch's function, of the control, and of attention that hands itself over."""
+    plain, control, hand_over, loop = (text for text in blocks(DIAGNOSIS, "python") if "watch" in text)
+    handed = example == "handed over"
     q, k = torch.randn(2, 1, 5, 4, 8)
     k[0, 4], q[0, 4] = 100 * q[0, 0], 0  # a key that rows 0 to 3 may not see, and that row 4 has no use for
     q.requires_grad_()
@@ -132,8 +133,11 @@ def test_examples_of_the_diagnosis_measure_it(handed: bool, monkeypatch: pytest.
     model = Attends()
     model.layers = [model]
     names = {"model": model, "optimizer": torch.optim.SGD([q], lr=0.1), "train": train, "watch": attention.watch}
-    exec((loop if handed else plain).replace("low_precision_attention", "attention"), names)
-    record = json.loads(Path("watch.jsonl").read_text())
+    chosen = {"plain": plain, "control": control, "handed over": loop}[example]
+    exec(chosen.replace("low_precision_attention", "attention"), names | {"N": 0})
+    (log,) = tmp_path.iterdir()
+    record = json.loads(log.read_text())
+    assert record.get("attention") == ("flash_delta_from_p" if example == "control" else None)
     torch.testing.assert_close(torch.tensor(record["max_logit"][0]), s.amax(dim=(0, 2, 3)))
     assert max(record["dq_error"][0]) < 1e-5
 

@@ -1,4 +1,9 @@
-"""What a file of ``watch`` says: attention's rounding, a kernel's NaN, or neither. The list in docs/diagnosis.md.
+"""What a file of ``watch`` says of its steps:
+
+- KERNEL: attention's backward pass made a NaN in dQ from finite inputs.
+- SUSPECT: a layer ran away, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000.
+- NO: none of these, logits below 100, and three records with the gradient of every layer.
+- UNCLEAR: all else.
 
     python -m low_precision_attention.watching watch.jsonl
 

@@ -326,6 +326,10 @@ class Watch:
     ) -> None:
         """Hand over a call of attention that ``watch`` does not see, from inside the model. Outside of a look it does nothing.
 
+        Of ``flash_attn_varlen_func`` give one sequence, ``q[:n][None]``, without ``o``, to measure logits alone. To measure all, give the
+        packed batch as one sequence, with ``layout="BTHD"`` and a ``mask`` of its sequences. Make ``q_ = q[None]`` first: attention reads
+        ``q_[0]``, ``look`` gets ``q_``, and so for k and v. After it the model reads ``o_[0]`` of ``o_ = o[None]``.
+
         Args:
             q, k, v: as attention reads them: [B, H, T, D], [B, G, S, D], [B, G, S, D], or as flash_attn has them
                 (``layout="BTHD"``); G divides H. Where the model uses q elsewhere, too, give attention and ``look`` one ``q.view_as(q)``.
