@@ -16,6 +16,8 @@ How a run ended:
     open since N         the loss is above the margin since N, for fewer steps than that: too soon to tell
     stable to N          none of these, and the run has all its steps; too short to tell where they are fewer than make an explosion
     stopped early at N   none of these, and it has not
+Behind that, in the printed table and the picture:
+    layer L runs away at N   the first probe that saw a logit of it above 10,000, or one that is not a number, was at step N
 A run that begins at the reference's step N, on the same batches, is judged with the reference's losses before N. Steps whose update was
 skipped (float16 overflow, policy skip) do not count, if the run went on.
 """
@@ -50,6 +52,8 @@ with trainer_packages():
 
 LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0
+RUNAWAY_LOGIT = 10_000.0
+"""As in docs/results.md. Of a short run that ran away neither loss nor gradient norm need say so."""
 NEAR = 60
 """Steps behind a large gradient norm that do not count: a published run has more rows there than elsewhere."""
 LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
@@ -81,6 +85,10 @@ class Run:
 
     def column(self, name: str) -> pd.Series:
         return curves.column(self.metrics if name in self.metrics else self.probes, name)
+
+    def logit_columns(self) -> list[str]:
+        """``max_logit_L`` of all layers L."""
+        return [name for name in self.probes if re.fullmatch(r"max_logit_\d+", name)]
 
     def of_layers(self, name: str, which: str) -> pd.Series:
         """``max_logit`` or ``w_q_norm`` of a layer, or (``max``) the largest of all layers."""
@@ -196,6 +204,16 @@ def ending(
     return f"{'stable to' if done else 'stopped early at'} {last:,}{short}", None
 
 
+def runs_away(run: Run) -> str:
+    """What stands behind ``ended``: each layer that runs away, and from which probe on; "" where none does."""
+    told = []
+    for name in run.logit_columns():
+        logits = run.column(name)
+        past = logits.index[~(logits <= RUNAWAY_LOGIT)]
+        told += [f"; layer {name.rpartition('_')[2]} runs away at {past[0]:,}"] if len(past) else []
+    return "".join(told)
+
+
 def skipped_steps(run: Run, values: pd.Series) -> pd.Index:
     """Steps whose update was skipped, with one later that was not: float16 overflows, as loss scaling makes, and those of policy skip."""
     marks = run.metrics.get("nonfinite", pd.Series(dtype=object)).reindex(values.index)
@@ -221,8 +239,7 @@ def summarize(
     Raises ``UserError`` for a layer that is not in its probes.
     """
     if layer is not None and len(run.probes) and f"max_logit_{layer}" not in run.probes:
-        count = sum(name.startswith("max_logit_") for name in run.probes)
-        raise invalid("--layer", layer, f"0 to {count - 1}, the layers that {run.name} has probes of")
+        raise invalid("--layer", layer, f"0 to {len(run.logit_columns()) - 1}, the layers that {run.name} has probes of")
     losses, norms, validation = (run.column(name) for name in ("train_loss", "grad_norm", "val_loss"))
     norms, losses = norms.drop(skipped_steps(run, norms)), losses.drop(skipped_steps(run, losses))
     which = "max" if layer is None else str(layer)
@@ -298,14 +315,17 @@ def heading(name: str) -> str:
     return re.sub(r"\d{4,}", lambda step: f"{int(step[0]):,}", name.replace("_", " ").replace("W Q", "W_Q"))
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """The table in Markdown, without columns that ``ended`` repeats."""
+def markdown(table: pd.DataFrame, runs: Sequence[Run]) -> str:
+    """The table of ``runs`` in Markdown, without columns that ``ended`` repeats, and with what has no column."""
+    of_name = {run.name: run for run in runs}
     unshown = ("exploded_at", "last_step", "val_loss_end", "grad_norm_largest_at")
     names = [name for name in table if name not in unshown]
     rows = [[heading(name) for name in names]]
     rows += [["---" if name in ("run", "attention", "ended") else "---:" for name in names]]
     for _, row in table.iterrows():
+        run = of_name[row["run"]]
         rows.append([cell(name, row[name]) for name in names])
+        rows[-1][names.index("ended")] += runs_away(run)
         if "grad_norm_largest" in names and pd.notna(row["grad_norm_largest_at"]):
             rows[-1][names.index("grad_norm_largest")] += f" at {row['grad_norm_largest_at']:,}"
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
@@ -475,14 +495,15 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], layer: int | None,
         logits = run.of_layers("max_logit", "max" if layer is None else str(layer)).rename("max_logit_max")
         logits = logits.map(lambda value: "nan" if value != value else value)  # for its cross
         metrics = run.metrics.drop(columns="max_logit_max", errors="ignore").join(logits, how="outer")
-        drawn.append(DrawnRun(f"{run.name}: {row['attention']}, {row['ended']}", metrics, row["exploded_at"]))
+        label = f"{run.name}: {row['attention']}, {row['ended']}{runs_away(run)}"
+        drawn.append(DrawnRun(label, metrics, row["exploded_at"]))
     with on_disk(f"--out {path}", "be written"):
         draw_runs(drawn, path, "" if layer is None else f" of layer {layer}")
 
 
-def write_table(path: Path, table: pd.DataFrame, lines: Sequence[str]) -> None:
+def write_table(path: Path, table: pd.DataFrame, runs: Sequence[Run], lines: Sequence[str]) -> None:
     """As CSV or Markdown, by the file's ending. Raises ``UserError`` where it cannot be written."""
-    text = markdown(table) + "\n" + "".join(f"- {line}\n" for line in lines)
+    text = markdown(table, runs) + "\n" + "".join(f"- {line}\n" for line in lines)
     if path.suffix == ".csv":
         # Every run has a train_loss_end: there NaN is no missing value.
         told = table.astype(object).fillna({"train_loss_end": "nan"})
@@ -529,9 +550,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines += [f"{name}: {odd}." for name, session in sessions for odd in session.get("logs_changed", ())]
     lines += [f"Left out: {reason}." for reason in left_out]
     lines.append(curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience))
-    print(markdown(table), *lines, sep="\n")
+    print(markdown(table, runs), *lines, sep="\n")
     if args.table:
-        write_table(args.table, table, lines)
+        write_table(args.table, table, runs, lines)
         print(f"Table: {args.table}")
     if args.out != "none":
         replaced = Path(args.out).exists()

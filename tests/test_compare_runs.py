@@ -81,6 +81,17 @@ def test_a_logit_that_is_not_finite_is_the_largest(tmp_path: Path, kept: bool, v
     assert list(map(str, shown)) == ["2.5", str(value), "None", str(value)]
 
 
+def test_a_layer_whose_logits_run_away_is_told_behind_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the printed table alone: published tables have the words of ``ended``."""
+    run = write_run(tmp_path / "run", [2.0] * 6)
+    (run / "probes.csv").write_text("step,max_logit_0,max_logit_1\n0,1,10000\n2,10001,5\n4,20000,5\n")
+    compare(run, "--out", "none", "--patience", 3, "--table", tmp_path / "table.csv")
+    assert "| stable to 5; layer 0 runs away at 2 |" in capsys.readouterr().out
+    assert ",stable to 5," in (tmp_path / "table.csv").read_text()
+
+
 def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, norm, processes in (("one", 1.0, 1), ("other", 1.5, 1), ("two", 1.0, 2)):
         run = write_run(tmp_path / name, [2.0] * 6, grad_norm=norm)
