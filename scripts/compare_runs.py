@@ -90,6 +90,12 @@ class Run:
         """``max_logit_L`` of all layers L."""
         return [name for name in self.probes if re.fullmatch(r"max_logit_\d+", name)]
 
+    def layer_of_largest_logit(self) -> str:
+        """The first, where the largest is NaN if one is; "" without logits of layers."""
+        names = self.logit_columns()
+        logits = self.probes[names].dropna().astype(float).to_numpy()
+        return names[logits.argmax() % len(names)].rpartition("_")[2] if logits.size else ""
+
     def of_layers(self, name: str, which: str) -> pd.Series:
         """``max_logit`` or ``w_q_norm`` of a layer, or (``max``) the largest of all layers."""
         layers = [column for column in self.probes if column.startswith(f"{name}_")]
@@ -326,6 +332,8 @@ def markdown(table: pd.DataFrame, runs: Sequence[Run]) -> str:
         run = of_name[row["run"]]
         rows.append([cell(name, row[name]) for name in names])
         rows[-1][names.index("ended")] += runs_away(run)
+        if "max_logit_max_largest" in names and (layer := run.layer_of_largest_logit()):
+            rows[-1][names.index("max_logit_max_largest")] += f" in layer {layer}"
         if "grad_norm_largest" in names and pd.notna(row["grad_norm_largest_at"]):
             rows[-1][names.index("grad_norm_largest")] += f" at {row['grad_norm_largest_at']:,}"
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

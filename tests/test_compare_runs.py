@@ -92,6 +92,16 @@ def test_a_layer_whose_logits_run_away_is_told_behind_the_end(
     assert ",stable to 5," in (tmp_path / "table.csv").read_text()
 
 
+@pytest.mark.parametrize(("of_layer_0", "told"), [("5", "7 in layer 1"), ("nan", "nan in layer 0")])
+def test_the_layer_of_the_largest_logit_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], of_layer_0: str, told: str
+) -> None:
+    run = write_run(tmp_path / "run", [2.0] * 6)
+    (run / "probes.csv").write_text(f"step,max_logit_0,max_logit_1\n0,1,7\n2,{of_layer_0},5\n")
+    compare(run, "--out", "none")
+    assert f" | {told} |" in capsys.readouterr().out
+
+
 def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, norm, processes in (("one", 1.0, 1), ("other", 1.5, 1), ("two", 1.0, 2)):
         run = write_run(tmp_path / name, [2.0] * 6, grad_norm=norm)
