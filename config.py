@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from attention.numerics import SITES
-from attention.plan import AttentionConfig
+from attention.plan import AttentionConfig, AttentionSpec
 from errors import UserError, invalid
 from training.settings import RunConfig, TrainConfig, to_json
 
@@ -80,14 +80,33 @@ def load(arguments: list[str]) -> TrainConfig:
         usage = "python train.py configs/RECIPE.py [configs/ablations/A.py] [--section.field value ...]"
         raise UserError(f"usage: {usage}; --help lists the fields")
     config = _exported(files[0], "config", TrainConfig, "config file")
+    replaced = []
     if len(files) == 2:
         # The recipe chooses the flash backend: an ablation changes roundings, on any machine.
         attention = _exported(files[1], "attention", AttentionConfig, "ablation file")
         attention = dataclasses.replace(attention, flash_backend=config.attention.flash_backend)
         # Not checked against the recipe before the options: they may change its rules, or the model.
+        replaced.append(config.attention.default)
         config = copy.copy(config)  # another file may have it from the recipe's module
         object.__setattr__(config, "attention", attention)
-    return override(config, rest)
+    config = override(config, rest)
+    _check_bases(config, replaced)
+    return config
+
+
+def _check_bases(config: TrainConfig, replaced: list[AttentionSpec]) -> None:
+    """Raise ``UserError`` where a rule or an ablation has lost the base: neither inherits one, and in FP32 ``hardware`` rounds nothing.
+
+    ``replaced``: the recipe's default, if an ablation took its place.
+    """
+    specs = {"attention.default": config.attention.default}
+    specs |= {f"attention.rules.{index}.attention": rule.attention for index, rule in enumerate(config.attention.rules)}
+    bases = [spec.numerics for spec in (*replaced, *specs.values()) if spec.numerics not in ("hardware", "fp32")]
+    for name, spec in specs.items() if bases and config.precision.dtype == "float32" else ():
+        if spec.numerics == "hardware" and not spec.rounds("fp32"):
+            meant = f"--{name}.numerics {bases[0]} or fp32"
+            expected = f"a base, as this one rounds nothing in float32 and none is inherited: {meant}"
+            raise invalid(f"{name}.numerics", spec.numerics, expected)
 
 
 def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:

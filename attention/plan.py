@@ -80,6 +80,11 @@ class AttentionSpec:
         base = BASES[self.numerics]
         return base.with_sites(named(self.preset).of(base)).with_sites(dict(parse_site(s) for s in self.sites))
 
+    def rounds(self, dtype: str) -> bool:
+        """Whether it rounds anything where q, k and v are ``dtype`` (``fp32``, ``bf16`` or ``fp16``), or as its kernel does."""
+        backend = self.resolved_backend
+        return not BACKENDS[backend].has_sites or _round(_sites_read(self.resolve().concrete(dtype), backend))
+
     def label(self, *, default_base: str = "hardware") -> str:
         """Short name for curves and tables, for example ``flash_delta_from_p (published)``: ``hardware`` only beside another default."""
         base = "" if self.kernel or self.numerics == default_base == "hardware" else self.numerics
@@ -199,23 +204,33 @@ def outline(plans: Sequence[LayerPlan], dtype: str) -> list[str]:
             heads = f" heads {','.join(map(str, group.heads))}" if len(plan.groups) > 1 else ""
             where = places.setdefault((group.spec.label(), group.backend, group.numerics), {})
             where.setdefault(heads, []).append(str(plan.layer))
-    coarse, exact, told = {"bf16", "fp16", *MANTISSA_FORMATS, *LOW_FORMATS}, asdict(BASES["fp32"].concrete("fp32")), []
+    told = []
     for (label, backend, key), where in places.items():
-        numerics = numerics_of(backend, key).concrete(dtype)
-        sites = {name: value for name, value in asdict(numerics).items() if value != exact[name]}
-        if dose := numerics.delta_error != "none":
-            sites["delta_error_size"] = numerics.delta_error_size
-        # A flash backend refuses the sites that it lacks.
-        unread = {"delta_output"} if numerics.delta != "rowsum_do_o" else set()
-        unread |= lacked_by(backend).keys() if backend not in FLASH_BACKENDS else set()
-        sites = {name: value for name, value in sites.items() if name not in unread}
+        sites = _sites_read(numerics_of(backend, key).concrete(dtype), backend)
         parts = [", ".join(f"{name}={value}" for name, value in sites.items())] if sites else []
-        if not dose and coarse.isdisjoint(sites.values()):
+        if not _round(sites):
             parts.append(f"rounds nothing in {dtype}: a base such as numerics=microcosm does")
         rounds = "; ".join(parts) if BACKENDS[backend].has_sites else "rounds as its kernel does"
         layers = "; ".join(f"layer {','.join(layers)}{heads}" for heads, layers in where.items())
         told.append(f"{'all layers' if len(places) == 1 else layers}: {label}: {rounds}")
     return told
+
+
+def _sites_read(numerics: Numerics, backend: str) -> dict[str, Any]:
+    """The sites, of concrete numerics, that the backend reads and that are not as in base ``fp32``."""
+    exact = asdict(BASES["fp32"].concrete("fp32"))
+    sites = {name: value for name, value in asdict(numerics).items() if value != exact[name]}
+    if numerics.delta_error != "none":
+        sites["delta_error_size"] = numerics.delta_error_size
+    # A flash backend refuses the sites that it lacks.
+    unread = {"delta_output"} if numerics.delta != "rowsum_do_o" else set()
+    unread |= lacked_by(backend).keys() if backend not in FLASH_BACKENDS else set()
+    return {name: value for name, value in sites.items() if name not in unread}
+
+
+def _round(sites: dict[str, Any]) -> bool:
+    """Whether these sites, as ``_sites_read`` has them, round anything or add an error to delta."""
+    return "delta_error" in sites or not {"bf16", "fp16", *MANTISSA_FORMATS, *LOW_FORMATS}.isdisjoint(sites.values())
 
 
 def describe(plans: tuple[LayerPlan, ...]) -> list[dict[str, Any]]:

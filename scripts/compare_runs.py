@@ -245,7 +245,9 @@ def summarize(
     Raises ``UserError`` for a layer that is not in its probes.
     """
     if layer is not None and len(run.probes) and f"max_logit_{layer}" not in run.probes:
-        raise invalid("--layer", layer, f"0 to {len(run.logit_columns()) - 1}, the layers that {run.name} has probes of")
+        raise invalid(
+            "--layer", layer, f"0 to {len(run.logit_columns()) - 1}, the layers that {run.name} has probes of"
+        )
     losses, norms, validation = (run.column(name) for name in ("train_loss", "grad_norm", "val_loss"))
     norms, losses = norms.drop(skipped_steps(run, norms)), losses.drop(skipped_steps(run, losses))
     which = "max" if layer is None else str(layer)

@@ -31,6 +31,11 @@ def test_a_file_of_ones_own_is_read_and_nothing_is_left(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("recipe", FILES, ids=lambda path: path.stem)
 def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path | None) -> None:
     files = [str(path) for path in (recipe, ablation) if path]
+    if recipe.stem == "quickstart" and ablation and ablation.stem not in ("tiny_layer_1", "outlier_heads"):
+        base = "a base, as this one rounds nothing in float32 and none is inherited: --attention.default.numerics microcosm"
+        with pytest.raises(UserError, match=rf"^attention\.default\.numerics = 'hardware': expected {base}"):
+            load(files)
+        return
     if "outlier_heads" in files[-1] and load(files[:1]).model.n_head < 12:
         with pytest.raises(UserError, match=r"^attention\.rules\.0\.heads = \d: expected 0 to \d, counted from 0$"):
             load(files)
@@ -42,7 +47,15 @@ def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path
 
 @pytest.mark.parametrize("option", ["--model.n-head 16", "--attention.rules.0.heads 0"])
 def test_an_ablation_is_checked_after_the_options(option: str) -> None:
-    load([str(RECIPES / "quickstart.py"), str(RECIPES / "ablations/outlier_heads.py"), *option.split()])
+    load([DEBUG, str(RECIPES / "ablations/outlier_heads.py"), *option.split()])
+
+
+def test_a_rule_that_lost_the_base_is_named() -> None:
+    """With an ablation that has the base; fp32 is for who wants no rounding."""
+    files = [str(RECIPES / "quickstart.py"), str(RECIPES / "ablations/tiny_layer_1.py")]
+    with pytest.raises(UserError, match=r"^attention\.rules\.0\.attention\.numerics = 'hardware': expected a base"):
+        load([*files, "--attention.rules.0.attention.numerics", "hardware"])
+    load([*files, "--attention.rules.0.attention.numerics", "fp32"])
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda path: path.stem)
