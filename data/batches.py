@@ -108,7 +108,6 @@ class Batches:
         self.position = resume_at or 0
         if recording is not None:
             self.header = recording.header
-            _check_same_data(config, self.header, self._train, self._validation)
             if self.position > recording.steps:
                 raise _ended(config.replay, recording.steps)
         else:
@@ -254,11 +253,15 @@ def _open_recording(config: DataConfig) -> Recording:
         expected = "the folder of a recording, with a header.json, e.g. replay_batches/NAME"
         raise invalid("data.replay", config.replay, expected)
     recording = Recording.open(folder)
-    for name, what in (("sequence_length", "sequences of {} tokens"), ("global_batch", "a global batch of {}")):
-        recorded, asked = getattr(recording.header, name), getattr(config, name)
-        if recorded != asked:
-            differ, flag = f"{what.format(recorded)}, data.{name} is {asked}", f"--data.{name.replace('_', '-')}"
-            raise UserError(f"{config.replay} was recorded with {differ}: set {flag} {recorded}")
+    # First: with other tokens no setting helps. Their bytes are verified later, which may take minutes.
+    _check_same_data(config, recording.header, *_open_dataset(config, "size"))
+    names = ("sequence_length", "global_batch")
+    if odd := {name: to for name in names if (to := getattr(recording.header, name)) != getattr(config, name)}:
+        recorded = ", ".join(
+            f"data.{name} = {to}, where this run has {getattr(config, name)}" for name, to in odd.items()
+        )
+        options = " ".join(f"--data.{name.replace('_', '-')} {to}" for name, to in odd.items())
+        raise UserError(f"{config.replay} was recorded with {recorded}: set {options}")
     if config.seed not in (DataConfig.seed, recording.header.seed):
         raise invalid("data.seed", config.seed, f"the default with data.replay = {config.replay}, which has its order")
     return recording

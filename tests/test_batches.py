@@ -100,11 +100,14 @@ def test_only_rank_zero_records(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequence_length": 5}, r"sequences of 4 tokens, data\.sequence_length is 5: set --data\.sequence-length 4$"),
-        ({"global_batch": 16}, r"a global batch of 8, data\.global_batch is 16: set --data\.global-batch 8$"),
+        ({"sequence_length": 5}, r"data\.sequence_length = 4, where this run has 5: set --data\.sequence-length 4$"),
+        (
+            {"sequence_length": 5, "global_batch": 16},
+            r"_length = 4, where this run has 5, data\.global_batch = 8, where this run has 16: set .* 4 --data\.global-batch 8$",
+        ),
     ],
 )
-def test_a_replay_of_other_sizes_is_refused_with_both_values(dataset, tmp_path, changes, message):
+def test_a_replay_of_other_sizes_is_refused_with_all_values(dataset, tmp_path, changes, message):
     record(dataset, tmp_path / "r", 2)
     with pytest.raises(UserError, match=message):
         Batches(settings_for(dataset, replay=str(tmp_path / "r"), **changes))

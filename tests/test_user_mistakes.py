@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         r"run was recorded on other validation tokens: SHA-256 .* set --data\.dataset",
     ),
     "replay_on_other_data": (
-        "--run.steps 10 --data.replay {place}/recordings/run --data.dataset {place}/other",
+        "--data.sequence-length 8 --data.replay {place}/recordings/run --data.dataset {place}/other",
         r"run was recorded on other training tokens: SHA-256 .* set --data\.dataset",
     ),
 }
