@@ -34,6 +34,10 @@ OF_TILES = ("probabilities", "probabilities_in_dv", "probability_gradients", "sc
 """Operands that kernels have tile by tile: in ``LOW_FORMATS`` with ``KERNEL_SCALES`` alone, to nearest. Others they take rounded.
 They refuse an ``mx`` of P whose largest value may be just above or below 1: 2^floor(log2 a) jumps there."""
 OPERAND_FORMATS = (*FORMATS, *LOW_FORMATS)
+FORMATS_LISTED = (
+    "m1 to m22, e4m3 or e5m2 (FP8), e2m1 (FP4), int8, these four also with _tensor, _head, _tile, _row or _mx (e2m1 with _nv), "
+    "and _stochastic behind that"
+)
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 LARGEST_SCALE = 2.0**100
 """Largest factor by which ``scaled`` scales ``row_sum_floor``: beyond it O is nearly 0, and l has to stay finite."""
@@ -80,6 +84,12 @@ class Site:
     @property
     def is_format(self) -> bool:
         return set(FORMATS) <= set(self.choices)
+
+    @property
+    def listed(self) -> str:
+        """Its choices in words, if it has all formats: over a hundred."""
+        few = [one for one in self.choices if one not in (*MANTISSA_FORMATS, *LOW_FORMATS)]
+        return "one of " + ", ".join((*few, FORMATS_LISTED)) if set(LOW_FORMATS) <= set(self.choices) else ""
 
     def expected(self, value: Any) -> str | tuple[str, ...] | None:
         """What a value should have been, in words or as the choices; None where it is right."""
@@ -424,7 +434,12 @@ class Numerics:
         for name, declared in SITES.items():
             expected = declared.expected(getattr(self, name))
             if expected is not None:
-                raise invalid(f"attention numerics {name}", getattr(self, name), expected)
+                raise invalid(
+                    f"attention numerics {name}",
+                    getattr(self, name),
+                    declared.listed or expected,
+                    choices=declared.choices,
+                )
         for name, declared in SITES.items():
             if declared.conflict is not None and declared.conflict[1](self):
                 raise invalid(f"attention numerics {name}", getattr(self, name), declared.conflict[0])
@@ -518,6 +533,8 @@ def parse_site(text: str) -> tuple[str, Any]:
         raise invalid("attention sites", text, "site=value, for example output=bf16")
     if name not in SITES:
         raise invalid("attention sites", name, SITES)
+    if "," in value:
+        raise invalid("attention sites", text, "a space between two sites, not a comma")
     kind = type(DEFAULTS[name])
     try:
         return name, kind(value)

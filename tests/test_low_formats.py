@@ -73,7 +73,7 @@ def test_a_scale_is_that_of_its_definition(fmt: str, most: int, scale: str) -> N
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "int8"])
 def test_a_scale_in_e4m3_is_refused_where_it_would_be_0(fmt: str) -> None:
-    with pytest.raises(UserError, match=f"values = '{fmt}_nv': did you mean .*expected one of input, .* e2m1_nv, "):
+    with pytest.raises(UserError, match=f"values = '{fmt}_nv': did you mean .*expected one of input, .*e2m1 with _nv"):
         AttentionSpec(sites=(f"values={fmt}_nv",))
 
 

@@ -143,6 +143,23 @@ def test_what_cannot_be_is_refused_with_field_value_and_choices(make: Callable[[
     assert "expected " in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("site", "said"),
+    [
+        ("delta_output=fp8", r"= 'fp8': expected one of output, input, .*, low16, m1 to m22, e4m3 or e5m2 \(FP8\), .*"),
+        ("o_in_delta=fp32", r"attention sites = 'o_in_delta': expected one of .*"),
+        (
+            "output=m3,delta_output=m3",
+            r"= 'output=m3,delta_output=m3': expected a space between two sites, not a comma",
+        ),
+    ],
+)
+def test_a_mistaken_site_is_told_in_few_words(site: str, said: str) -> None:
+    with pytest.raises(UserError, match=f".*{said}$") as error:
+        AttentionSpec(sites=(site,))
+    assert len(str(error.value)) < 1000
+
+
 def test_a_rule_that_forgets_the_default_s_base_shows_it() -> None:
     one_site = AttentionSpec(preset="flash", sites=("score_gradients=m1",))
     default = AttentionSpec(preset="flash", numerics="microcosm")
