@@ -30,7 +30,8 @@ def _bases() -> Iterator[str]:
 def _presets() -> Iterator[str]:
     for name, preset in PRESETS.items():
         sites = AttentionSpec(preset=name).resolve().differences(HARDWARE)
-        yield f"- `{name}`{_listed(sites) if len(sites) <= LONGEST else ''}: {preset.doc}"
+        mark = "§" if preset.of(BASES["microcosm"]).get("accumulator") == "fp32" else ""
+        yield f"- `{name}`{mark}{_listed(sites) if len(sites) <= LONGEST else ''}: {preset.doc}"
 
 
 def _listed(sites: tuple[str, ...]) -> str:

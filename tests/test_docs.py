@@ -39,6 +39,15 @@ def test_the_lists_are_those_that_the_declarations_make() -> None:
     assert as_made, "run python -m attention.readme"
 
 
+def test_presets_that_make_the_accumulator_fp32_are_marked() -> None:
+    """In base ``hardware`` it is, and so it is no site in which they differ."""
+    assert re.findall(r"^- `(flash(?:_consistent)?|standard)`(§?)", ATTENTION.read_text(), re.MULTILINE) == [
+        ("standard", "§"),
+        ("flash", ""),
+        ("flash_consistent", "§"),
+    ]
+
+
 def test_each_format_stands_in_the_equations() -> None:
     """Choices and numbers need not: the list of sites says what they are."""
     equations = set(re.findall(r"\w+", ATTENTION.read_text().partition("## Equations")[2].replace(r"\_", "_")))
