@@ -266,7 +266,7 @@ class Numerics:
     """delta = rowsum(dO * O); or rowsum(P * dP); or rowsum(P * dP) / rowsum(P), with which the rows of dS sum to 0 even where those of
     P do not sum to 1."""
     delta_output: str = _choice(
-        "the O in delta: output (the same values); or a format or low16, of an O that accumulator has not rounded",
+        "the O in delta: output (the same values), or a format or low16 of an O that accumulator has not rounded",
         ("output", *OPERAND_FORMATS, "low16"),
         (FORWARD, DELTA),
         conflict=(
@@ -304,7 +304,7 @@ class Numerics:
     )
     delta_sum: str = _format("fp32", "delta", acts_in=(DELTA,))
     delta_error: str = _choice(
-        "a chosen error of delta: none, random, constant, scale, rounding (of the output, whatever delta_output is), zero_sum",
+        "a chosen error of delta: none, random, constant, scale, rounding, zero_sum",
         ("none", "random", "constant", "scale", "rounding", "zero_sum"),
         (DELTA,),
         conflict=(
