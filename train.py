@@ -286,7 +286,9 @@ def announce(run: Run) -> None:
 
 def line(step: int, row: dict[str, Any]) -> str:
     shown = ("train_loss", "val_loss", "grad_norm", "lr", "w_q_norm_max", "max_logit_max", "tokens_per_second", "mfu")
-    parts = [f"{name} {row[name]:.4g}" for name in shown if row.get(name) is not None]
+    layers = {name: row.get(f"{name.removesuffix('_max')}_layer") for name in shown}
+    where = {name: "" if layer is None else f" in layer {layer}" for name, layer in layers.items()}
+    parts = [f"{name} {row[name]:.4g}{where[name]}" for name in shown if row.get(name) is not None]
     return f"step {step}  " + "  ".join(parts)
 
 

@@ -176,7 +176,9 @@ PRESETS: dict[str, Preset] = {
     ),
     "flash_corrected_rows": _flash("takes rowsum(dS) out of dQ", row_residual="corrected_rows"),
     "flash_centered_keys": _flash("the same with the mean key", row_residual="centered_keys"),
-    "flash_consistent": _flash("the fix, or `robust`: the backward pass uses the forward pass's own P and O", _consistent),
+    "flash_consistent": _flash(
+        "the fix, or `robust`: the backward pass uses the forward pass's own P and O", _consistent
+    ),
     "flash_stochastic_o": _flash("O without bias", **_STOCHASTIC_O),
     "flash_stochastic_p": _flash("P_bar without bias", _stochastic_p),
     "flash_stochastic_p_o": _flash("both", _stochastic_p, **_STOCHASTIC_O),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import Place, before_each_step, column, lines, tree, weights
 
+import train
 from errors import UserError
 from training.run import Run
 
@@ -45,7 +46,14 @@ def test_loss_falls(place: Place, optimizer: str) -> None:
     assert validation[-1] < 0.5 * validation[0]
 
 
-# ---- what a run leaves
+# ---- what a run prints and leaves
+
+
+def test_a_line_names_the_layer_of_the_largest_logit() -> None:
+    """The alarm may name another."""
+    assert train.line(3, {"val_loss": 2.0, "max_logit_max": 740.5, "max_logit_layer": 1, "lr": 0.5}) == (
+        "step 3  val_loss 2  lr 0.5  max_logit_max 740.5 in layer 1"
+    )
 
 
 def test_a_run_writes_into_its_folder_only(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
