@@ -48,7 +48,7 @@ with trainer_packages():
     from training.checkpoint import MODEL_FILE, OPTIMIZER_FILE, found_in, written_sums
     from training.intervention import parse_switch
     from training.metrics import METRICS_FILE
-    from training.record import flat
+    from training.record import EXIT_FILE, flat
 
 LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0
@@ -218,6 +218,15 @@ def runs_away(run: Run) -> str:
         past = logits.index[~(logits <= RUNAWAY_LOGIT)]
         told += [f"; layer {name.rpartition('_')[2]} runs away at {past[0]:,}"] if len(past) else []
     return "".join(told)
+
+
+def why_stopped(run: Run) -> list[str]:
+    """What exit.json says of a run that stopped early; nothing where there is none, as of one that goes on."""
+    try:
+        content = files.read_json(run.folder / EXIT_FILE)
+        return [f"{run.name} stopped early: exit code {content['code']}, {content['reason']}."]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def skipped_steps(run: Run, values: pd.Series) -> pd.Index:
@@ -558,6 +567,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines += validation_sentence(runs) + [against(runs[0], run) for run in runs[1:]]
     sessions = [(run.name, session) for run in runs for session in run.config.get("sessions") or ()]
     lines += [f"{name}: {odd}." for name, session in sessions for odd in session.get("logs_changed", ())]
+    stopped = {row["run"] for row in rows if row["ended"].startswith("stopped early")}
+    lines += [line for run in runs if run.name in stopped for line in why_stopped(run)]
     lines += [f"Left out: {reason}." for reason in left_out]
     lines.append(curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience))
     print(markdown(table, runs), *lines, sep="\n")

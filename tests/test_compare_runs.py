@@ -128,6 +128,15 @@ def test_a_log_that_a_resume_found_changed_is_told(tmp_path: Path, capsys: pytes
     assert "\na: metrics.jsonl: changed since S: line 3.\n" in told(capsys, tmp_path / "a")
 
 
+def test_why_a_run_stopped_early_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, losses in (("cut", [2.0] * 4), ("whole", [2.0] * 6)):
+        why = {"code": 141, "reason": "BrokenPipeError: Broken pipe"}
+        (write_run(tmp_path / name, losses) / "exit.json").write_text(json.dumps(why))
+    shown = told(capsys, tmp_path / "cut", tmp_path / "whole")
+    assert "\ncut stopped early: exit code 141, BrokenPipeError: Broken pipe.\n" in shown
+    assert "whole stopped" not in shown
+
+
 def test_rules_are_told_as_the_table_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rules, label in (
         ("a", [], "flash"),
