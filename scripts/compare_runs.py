@@ -313,7 +313,7 @@ def cell(name: str, value: Any) -> str:
         return "-"
     if "loss" in name:
         return f"{value:.3f}"
-    if name == "tokens_per_second" or ("logit" in name and abs(value) >= 1000):
+    if "logit" in name and abs(value) >= 1000:
         return f"{value:,.0f}"
     if isinstance(value, float):
         return f"{value:.3g}"
@@ -333,9 +333,10 @@ def heading(name: str) -> str:
 
 
 def markdown(table: pd.DataFrame, runs: Sequence[Run]) -> str:
-    """The table of ``runs`` in Markdown, without columns that ``ended`` repeats, and with what has no column."""
+    """The table of ``runs``, the first the reference, in Markdown: without columns that ``ended`` repeats or that say nothing about the
+    training, and with what has no column."""
     of_name = {run.name: run for run in runs}
-    unshown = ("exploded_at", "last_step", "val_loss_end", "grad_norm_largest_at")
+    unshown = ("exploded_at", "last_step", "val_loss_end", "grad_norm_largest_at", "tokens_per_second")
     names = [name for name in table if name not in unshown]
     rows = [[heading(name) for name in names]]
     rows += [["---" if name in ("run", "attention", "ended") else "---:" for name in names]]
@@ -343,6 +344,8 @@ def markdown(table: pd.DataFrame, runs: Sequence[Run]) -> str:
         run = of_name[row["run"]]
         rows.append([cell(name, row[name]) for name in names])
         rows[-1][names.index("ended")] += runs_away(run)
+        if run is runs[0] and len(runs) > 1:
+            rows[-1][names.index("run")] += " (reference)"
         if "max_logit_max_largest" in names and (layer := run.layer_of_largest_logit()):
             rows[-1][names.index("max_logit_max_largest")] += f" in layer {layer}"
         if "grad_norm_largest" in names and pd.notna(row["grad_norm_largest_at"]):
@@ -387,7 +390,8 @@ def against(first: Run, run: Run) -> str:
     settings, environment = ([c for c in changes if c.startswith(ENVIRONMENT) == told] for told in (False, True))
     told = "; ".join(settings) or "no setting differs"
     told += f"; environment: {', '.join(environment)}" if environment else ""
-    where = where_bits_part(first, run) + where_checkpoints_part(first, run)
+    parted, where = where_bits_part(first, run)
+    where += where_checkpoints_part(first, run, parted)
     return f"{run.name} against {first.name}: {where}; {told}."
 
 
@@ -409,30 +413,31 @@ def sites_changed(first: Run, run: Run) -> list[str]:
     return told
 
 
-def where_bits_part(first: Run, run: Run) -> str:
-    """The first step, and ``PARTED_TOLD`` of what is not the same bits there, of all that both runs logged."""
+def where_bits_part(first: Run, run: Run) -> tuple[float, str]:
+    """The first step (infinity: none) and, in words, ``PARTED_TOLD`` of what is not the same bits there, of all that both runs logged."""
     if first.column("train_loss").index.intersection(run.column("train_loss").index).empty:
-        return "no step in common"
+        return math.inf, "no step in common"
     names = ["train_loss", "grad_norm", "val_loss", *(name for name in first.probes if name in run.probes)]
     found = {name: curves.first_difference(first.column(name), run.column(name)) for name in names}
     parted = {name: step for name, step in found.items() if step is not None}
     if not parted:
-        return "the same bits in every loss, gradient norm and probe that both logged"
+        return math.inf, "the same bits in every loss, gradient norm and probe that both logged"
     step = min(parted.values())
     odd = [name for name in parted if parted[name] == step]
     more = f" and {len(odd) - PARTED_TOLD} more" if len(odd) > PARTED_TOLD else ""
-    return f"bits differ from step {step} on, first in {', '.join(odd[:PARTED_TOLD])}{more}"
+    return step, f"bits differ from step {step} on, first in {', '.join(odd[:PARTED_TOLD])}{more}"
 
 
-def where_checkpoints_part(first: Run, run: Run) -> str:
-    """The first tensor that differs in the first checkpoints that do, of those that both runs still have; "" where they have none.
+def where_checkpoints_part(first: Run, run: Run, parted: float) -> str:
+    """The first tensor that differs in the first checkpoints that do, of those to step ``parted`` that both runs still have; "" where they
+    have none.
 
     One that is damaged or cannot be read ends the comparison, which says so.
     """
     same = []
     try:
         old, new = (found_in(one.folder / "checkpoints") for one in (first, run))
-        for step in sorted(old.keys() & new.keys()):
+        for step in sorted(step for step in old.keys() & new.keys() if step <= parted):
             try:
                 what = odd_tensors(old[step], new[step])
             except UserError:

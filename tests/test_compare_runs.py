@@ -52,7 +52,10 @@ def test_ends_and_where_runs_part_and_why_are_told(tmp_path: Path, capsys: pytes
     fixed = write_run(tmp_path / "fixed", [3.0, 2.0, 1.9, 1.8, 1.7, 1.6], digests="d", preset="flash_delta_from_p")
     shown = told(capsys, failing, fixed)
     rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| f")]
-    assert [(row[0], row[3]) for row in rows] == [("| failing", "exploded at 3"), ("| fixed", "stable to 5")]
+    assert [(row[0], row[3]) for row in rows] == [
+        ("| failing (reference)", "exploded at 3"),
+        ("| fixed", "stable to 5"),
+    ]
     change = "attention.default.preset: 'flash' -> 'flash_delta_from_p'."
     assert f"fixed against failing: bits differ from step 2 on, first in train_loss; {change}\n" in shown
 
@@ -292,6 +295,17 @@ def test_the_first_difference_is_named(place: Place, tmp_path: Path, capsys: pyt
     assert f"{where}state.3.exp_avg;" in told(capsys, one, other)
 
 
+def test_checkpoints_behind_where_bits_part_are_not_told(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = place.runs / "one", shutil.copytree(place.runs / "one", tmp_path / "other")
+    rows = lines(other)
+    rows[15]["train_loss"] += 1
+    (other / "metrics.jsonl").write_text(text_of(rows))
+    where = f"bits differ from step {rows[15]['step']} on, first in train_loss; "
+    assert f"{where}the same weights and moments in checkpoints of step 10; no" in told(capsys, one, other)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
 def test_a_damaged_checkpoint_is_named_and_others_are_compared(
     place: Place, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
@@ -389,7 +403,7 @@ def test_what_is_written_has_a_row_a_run_and_explosions_first(place: Place, tmp_
     assert table["run"].tolist() == ["early", "late", "calm", "one"]
     assert table["exploded_at"].tolist()[:2] == [300, 500]
     rows = [line.split(" | ") for line in (tmp_path / "out/table.md").read_text().splitlines() if line.startswith("|")]
-    assert [row[0].strip("| ") for row in rows[2:]] == table["run"].tolist()
+    assert [row[0].strip("| ").removesuffix(" (reference)") for row in rows[2:]] == table["run"].tolist()
     assert {len(row) for row in rows} == {len(rows[0])}
 
 

@@ -32,7 +32,7 @@ def test_quickstart_shows_the_explosion_and_its_cures(tmp_path: Path) -> None:
     assert "Data: identical" in done.stdout
     assert (out / "compare.png").stat().st_size > 20_000
     cells = (line.split(" | ") for line in (out / "compare.md").read_text().splitlines())
-    rows = {row[0].strip("| "): row for row in cells}
+    rows = {row[0].strip("| ").removesuffix(" (reference)"): row for row in cells}
     header = rows["run"]
     stable = ("consistent", "delta_from_p", "standard")
     ended = {name: rows[name][header.index("ended")] for name in ("failing", *stable)}
