@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("pictures"), help="folder to write to (pictures)")
     args = parser.parse_args(argv)
     check_size("--sequences", args.sequences, 1)
-    if args.out.exists() and not args.out.is_dir():
+    is_picture = args.out.suffix in (".png", ".pdf", ".svg", ".csv")  # as compare_runs.py has it
+    if is_picture or (args.out.exists() and not args.out.is_dir()):
         raise invalid("--out", str(args.out), "a folder")
     needed = {4: "checkpoint", 5: "checkpoint", 8: "hf", 9: "hf"}.get(args.figure, "runs")
     if not getattr(args, needed):

@@ -266,6 +266,7 @@ def test_an_option_that_there_is_not_is_one_line(script: str, refused: Callable[
         (["bench_attention", "--json", "data"], "--json = 'data': expected a file"),
         (["make_text", "new.py", "--out", "data"], "--out = 'data': expected a file"),
         (["figures", "4", "--checkpoint", "runs/run", "--out", "new.py"], "--out = 'new.py': expected a folder"),
+        (["figures", "11", "--runs", "runs/run", "--out", "f11.png"], "--out = 'f11.png': expected a folder"),
         (["figures", "4", "--checkpoint", "runs/run", "--layer", "99"], "layer = 99: expected 0 to 1"),
         (["capture_attention", "runs/run", "--layers", "0", "7"], "layer = 7: expected 0 to 1"),
     ],
