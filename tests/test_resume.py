@@ -110,10 +110,11 @@ def test_asked_to_leave_it_saves_and_goes_on_to_the_same_bits(place: Place, numb
     assert saved == ["step_00000008"]
 
 
-def test_auto_starts_a_new_run_and_leaves_a_finished_one(place: Place) -> None:
+def test_auto_starts_a_new_run_and_leaves_a_finished_one(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     run = place.train("fresh", AUTO)
     before = left(run)
     assert left(place.train("fresh", AUTO)) == before
+    assert "finished, at step 20 of as many: a larger --run.steps goes on from there\n" in capsys.readouterr().out
 
 
 def test_a_branch_that_ended_where_it_began_goes_on(place: Place) -> None:
