@@ -67,7 +67,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         records = read_log(path)
     except UserError:  # which says what watch(log=) expects, a new file
-        raise UserError(f"{path}: expected a file that watch(log=...) wrote") from None
+        raise UserError(
+            f"{path}: expected a file that watch(log=...) wrote; scripts/compare_runs.py reads runs of train.py"
+        ) from None
     print("\n".join([*answer(records), *table(records)]))
 
 
