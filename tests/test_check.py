@@ -725,6 +725,35 @@ def test_a_kernel_without_a_causal_mask_is_told_how_to_be_tried(fault: str) -> N
     ]
 
 
+def takes_causal_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    if not causal:
+        raise NotImplementedError("causal only")
+    return plain(q, k, v, causal, scale)
+
+
+@pytest.mark.parametrize("classes", [(), QUICK])
+def test_a_kernel_of_causal_attention_alone_is_told_how_to_be_tried(classes: tuple[str, ...]) -> None:
+    options: dict[str, Any] = {"device": "cpu", "shape": SMALL, "classes": classes, "may_raise": ("padding", "window")}
+    report = check_attention(takes_causal_alone, **options)
+    told = re.findall("^if the kernel is .*", report.text(), re.MULTILINE)
+    assert (report.verdict, told) == ("unverified", ["if the kernel is for causal attention alone: --causal"])
+    report = check_attention(takes_causal_alone, causal=True, **options)
+    assert (report.verdict, report.left_out) == ("safe", ["full"] * (not classes))
+
+
+def adds_in_bf16_and_is_causal(*call: Any) -> Tensor:
+    assert call[3], "causal only"
+    return tiled("dK and dV added in BF16")(*call)
+
+
+def test_sums_over_queries_in_16_bits_show_in_causal_attention_alone() -> None:
+    shape = Shape(B=1, H=2, G=2, T=512)
+    options: dict[str, Any] = {"device": "cpu", "shape": shape, "causal": True, "classes": "cancelling_queries"}
+    report = check_attention(f"{__name__}:adds_in_bf16_and_is_causal", **options)
+    assert report.cases[0].reason.startswith("errors: dk has 4")
+    assert re.search(r" --T 512 --causal\np = .*, causal=True\) has q", report.text())
+
+
 def test_what_is_tried_without_a_causal_mask_is_not_told_to_be() -> None:
     def of_small_queries(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         if q.float().std() > 0.5:
@@ -1022,7 +1051,7 @@ def test_the_command_takes_a_kernel_of_ones_own(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["mine:bare", "--json", "report.json", *COMMAND]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["schema"], report["verdict"], len(report["cases"])) == (6, "safe", 1)
+    assert (report["schema"], report["verdict"], len(report["cases"])) == (7, "safe", 1)
     assert f"verdict: safe (1 of {len(reasons())} classes tried)" in capsys.readouterr().out
 
 
@@ -1113,18 +1142,13 @@ def takes_no_mask(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any 
     return plain(q, k, v, is_causal, scale)
 
 
-def takes_causal_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    if not causal:
-        raise NotImplementedError("causal only")
-    return plain(q, k, v, causal, scale)
-
-
 @pytest.mark.parametrize(
     ("kernel", "options", "code"),
     [
         ("good", (), 0),
         ("takes_no_mask", (), 0),
-        ("takes_causal_alone", (), 0),
+        ("takes_causal_alone", ("--causal",), 0),
+        ("takes_causal_alone", (), 3),
         ("heads_alike", (), 0),
         ("heads_alike", ("--class", "grouped"), 3),
     ],

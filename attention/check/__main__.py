@@ -15,7 +15,7 @@ from .kernels import KNOWN, TRIED, find
 from .report import (
     DTYPES,
     LENGTHS,
-    NOT_CAUSAL,
+    MASKED,
     Report,
     check_attention,
     csv_of,
@@ -51,8 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--inputs", metavar="FILE.zip", help="only this, of capture(); may be repeated", **more)
     not_for = "leave this out, as the kernel is not for it (such as grouped); may be repeated"
     parser.add_argument("--without", metavar="CLASS", help=not_for, **more)
+    masks = parser.add_mutually_exclusive_group()
+    alone = "for a kernel of causal attention alone: all classes but full are causal"
+    masks.add_argument("--causal", action="store_true", default=None, help=alone)
     not_causal = "for a kernel without a causal mask: classes have none"
-    parser.add_argument("--no-causal", dest="causal", action="store_false", help=not_causal)
+    masks.add_argument("--no-causal", dest="causal", action="store_false", default=None, help=not_causal)
     parser.add_argument("--quick", action="store_true", help="the classes that tell most, at half the length")
     parser.add_argument("--json", metavar="FILE", help="write the report there, of several a list; -: only print this")
     parser.add_argument("--csv", metavar="FILE", help="write a row a kernel, shape and class there")
@@ -154,7 +157,7 @@ def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
     chosen: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "shape": shape, "classes": classes}
     chosen["causal"] = options.causal
     chosen["without"] = options.without
-    chosen["may_raise"] = ("grouped", *NOT_CAUSAL) if quick else ()
+    chosen["may_raise"] = ("grouped", *MASKED) if quick else ()
     if sys.stderr.isatty():
         chosen["progress"] = lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr)
     return check_attention(name, **chosen)

@@ -273,11 +273,11 @@ CLASSES: dict[str, InputClass] = {
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
 
 
-def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str, causal: bool = True) -> Inputs:
+def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str, causal: bool | None = None) -> Inputs:
     """The inputs of a class, or of a file of captured ones (a path that ends in .zip): the same numbers on every device.
 
-    Not ``causal``: made for a kernel without a causal mask; padding hides keys from all queries then. Captured inputs and other masks stay
-    as they are.
+    ``causal``: True for a kernel of causal attention alone; False for one without a causal mask, and padding hides keys from all queries.
+    Captured inputs and other masks stay as they are.
     """
     if _is_captured(name):
         return _with_ones(_padded(_last_feature_least(captured(name)), shape_of(name, shape)), dtype, device)
@@ -290,13 +290,14 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
     change = chosen.make_fp16 if chosen.make_fp16 and dtype == torch.float16 else chosen.make
     q, k, v, do = change(normal, generator)
     mask = chosen.mask(shape) if chosen.mask else None
-    if mask is not None and not causal and chosen.mask is _padding:
+    if mask is not None and causal is False and chosen.mask is _padding:
         mask = Mask(mask.visible[:, :, -1:].repeat(1, 1, shape.T, 1))
     if mask is not None:
         do = do.masked_fill(mask.unread(), 0)
         mask = mask._replace(visible=mask.visible.to(device))
     scale = chosen.scale / math.sqrt(D)
-    return _with_ones(Inputs(q, k, v, do, scale, chosen.causal and causal and mask is None, mask), dtype, device)
+    is_causal = mask is None and (chosen.causal if causal is None else causal)
+    return _with_ones(Inputs(q, k, v, do, scale, is_causal, mask), dtype, device)
 
 
 def shape_of(name: str, shape: Shape) -> Shape:

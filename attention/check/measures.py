@@ -143,7 +143,7 @@ def _masked(s: Tensor, causal: bool, mask: Mask | None) -> Tensor:
 
 
 def accuracy(
-    call: Call, name: str, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
+    call: Call, name: str, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool | None = None
 ) -> dict[str, float]:
     """Errors of a class of inputs, and what rows of dS sum to.
 

@@ -23,7 +23,7 @@ from . import judge, measures
 from .classes import ALSO_ODD, CLASSES, PACKAGED_DIM, Shape, captured, even, make, require_shape, shape_of
 from .kernels import Kernel, find, first_calls, identity, told, versions
 
-SCHEMA = 6
+SCHEMA = 7
 """Version of the JSON report. It rises when a field changes its name, position or meaning."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTHS = {"cuda": 1024, "cpu": 256}
@@ -34,12 +34,15 @@ WITH_CAUSAL = ("float_mask", "no_keys")
 MASKED = (*(name for name, chosen in CLASSES.items() if chosen.mask), *WITH_CAUSAL)
 PACKAGED = tuple(name for name, chosen in CLASSES.items() if chosen.packaged)
 OF_CAUSAL = (*PACKAGED, "mask_edges")
-NOT_CAUSAL = (*MASKED, *(name for name, chosen in CLASSES.items() if not chosen.causal))
+FULL = tuple(name for name, chosen in CLASSES.items() if not chosen.causal)
+NOT_CAUSAL = (*MASKED, *FULL)
 DECISIVE = {"common_part", "shared_direction", "peaked_1000"}
 """Where delta shows: a kernel that raises in all of these has not been looked at."""
 TELLING_LOGIT = 100.0
 """Captured inputs of less say nothing where a kernel is safe: flash, which fails, is so in captured_early and captured_healthy, of 43 and
 58, and not in captured_growing, of 400."""
+MODES = {None: ("", ""), True: (" --causal", ", causal alone"), False: (" --no-causal", ", not causal")}
+"""The command's option, and what the report says of it."""
 LEGEND = (
     f"rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
     "which is eager attention in this dtype with a softmax in FP32"
@@ -70,7 +73,8 @@ class Report:
     cases: tuple[Case, ...]
     not_tried: dict[str, str]
     """Classes that say nothing of this kernel in this dtype, or were left out, and why."""
-    causal: bool = True
+    causal: bool | None = None
+    """True for a kernel of causal attention alone, False for one without a causal mask."""
     without: tuple[str, ...] = ()
     """Classes that were to be left out."""
 
@@ -97,7 +101,7 @@ class Report:
         """For people: the verdict; what is wrong, at risk, to mend, safe, not tried."""
         base = told_shape(self.cases[0], self) if self.cases else self.shape
         seen = dict.fromkeys(filter(None, self.environment.values()))
-        about = ", ".join([self.kernel, self.dtype, f"{base}{', not causal' * (not self.causal)}", *seen])
+        about = ", ".join([self.kernel, self.dtype, f"{base}{MODES[self.causal][1]}", *seen])
         left = _left(self)
         if {case.verdict for case in self.cases} == {judge.UNVERIFIED}:
             return f"verdict: {judge.UNVERIFIED}: {self.cases[0].reason}{left}\n{about}"
@@ -136,9 +140,15 @@ class Report:
         ]
         lines += rows(judge.UNVERIFIED)
         only_full = judged and all(case.name in NOT_CAUSAL for case in judged)
-        if self.causal and only_full and {case.name for case in raised} >= DECISIVE:
+        tried_full, raised_full = ([case for case in cases if case.name in FULL] for cases in (judged, raised))
+        not_for = raised
+        if self.causal is None and only_full and {case.name for case in raised} >= DECISIVE:
             lines.append("if the kernel has no causal mask: --no-causal")
-        elif options := " ".join(f"--without {name}" for name in self._not_for(raised)):
+            not_for = []
+        elif self.causal is None and raised_full and not tried_full:
+            lines.append("if the kernel is for causal attention alone: --causal")
+            not_for = [case for case in raised if case not in raised_full]
+        if options := " ".join(f"--without {name}" for name in self._not_for(not_for)):
             lines.append(f"if the kernel is not for what it raised in: {options}")
         lines += _by_reason("not tried", ((x, why) for x, why in self.not_tried.items() if x not in self.left_out))
         if self.verdict != judge.SAFE and self.cases:
@@ -189,10 +199,10 @@ class Report:
         sizes = "".join(
             f" --{name} {n}" for name, n in self.shape.sizes().items() if n != usual.get(name) and not has_own
         )
-        sizes += " --no-causal" * (not self.causal) + " --without odd_length" * ("odd_length" in self.without)
+        sizes += MODES[self.causal][0] + " --without odd_length" * ("odd_length" in self.without)
         shape = even(case.name, self.shape) if "odd_length" in self.without else told_shape(case, self)
         command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
-        more = ", causal=False" * (not self.causal and case.name not in WITH_CAUSAL)
+        more = "".join(f", {name}={value}" for name, value in _mode(case.name, self.causal).items())
         given = f'"{case.name}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
         masked = ", mask.visible" * (case.name in MASKED)
         how = f"p = {__package__}.make({given}) has q, k, v, do{_other_sizes(case, shape)}, scale, causal{masked}"
@@ -205,6 +215,11 @@ class Report:
             given = f'{call}, {__package__}.{shape!r}, {DTYPES[self.dtype]}, torch.device("{self.device}"){more}'
             how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}({given})"
         return [how] if nameless else [f"again: {command}", how]
+
+
+def _mode(name: str, causal: bool | None) -> dict[str, Any]:
+    """``causal`` for what makes the inputs of a class, unless the class has it by itself or does not take it."""
+    return {} if causal is None or causal != (name in FULL) or name in WITH_CAUSAL else {"causal": causal}
 
 
 def _left(report: Report) -> str:
@@ -311,7 +326,7 @@ def check_attention(
     classes: str | Sequence[str] = (),
     without: str | Sequence[str] = (),
     may_raise: str | Sequence[str] = (),
-    causal: bool = True,
+    causal: bool | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Run every class of inputs, or ``classes``, through a kernel and judge what comes out.
@@ -324,7 +339,8 @@ def check_attention(
         without: classes to leave out, as "grouped", which the kernel is not for; the verdict's line names them. Without "odd_length"
             others of that length have an even one.
         may_raise: classes that are not tried where the kernel raises there; else they are judged.
-        causal: False for a kernel without a causal mask: classes have none, and those that are of one are not tried.
+        causal: True for a kernel of causal attention alone: "full" is left out, the other classes are causal. False for one without a
+            causal mask: classes have none, and those that are of one are not tried.
         shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
         progress: told the name of each class before it runs.
 
@@ -341,6 +357,8 @@ def check_attention(
     for what, names in (("without", without), ("may_raise", may_raise)):
         if unknown := [name for name in names if name not in KNOWN_CLASSES]:
             raise invalid(what, unknown[0], KNOWN_CLASSES)
+    if causal:
+        without = tuple(dict.fromkeys((*without, "full")))
     found = find(kernel)
     there = device_of(device)
     asked = Shape(T=LENGTHS[there.type]) if shape is None else shape
@@ -366,7 +384,7 @@ def check_attention(
             if not classes and name in MASKED and not found.masks:
                 not_tried[name] = "it has no argument attn_mask"
                 continue
-            if name in OF_CAUSAL and not causal:
+            if name in OF_CAUSAL and causal is False:
                 not_tried[name] = "it is of a causal mask"
                 continue
             if name in PACKAGED and min(asked.dims) < PACKAGED_DIM:
@@ -406,7 +424,9 @@ def device_of(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool) -> Case:
+def _case(
+    kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool | None
+) -> Case:
     like = "odd_length" if name in ALSO_ODD else name
     used = shape if like in measures.OWN else shape_of(like, shape)
     if kernel.call is None:
@@ -415,8 +435,7 @@ def _case(kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: t
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch tells each kernel that it did not take
             measure = measures.OWN[name][1] if name in measures.OWN else functools.partial(measures.accuracy, name=name)
-            more: dict[str, Any] = {} if causal or name in WITH_CAUSAL else {"causal": False}
-            found = measure(kernel.call, shape=shape, dtype=dtype, device=device, **more)
+            found = measure(kernel.call, shape=shape, dtype=dtype, device=device, **_mode(name, causal))
     except measures.OutOfRangeError:
         raise
     except measures.WrongError as error:
@@ -450,7 +469,7 @@ def assert_safe(
     shape: Shape | None = None,
     classes: str | Sequence[str] = (),
     without: str | Sequence[str] = (),
-    causal: bool = True,
+    causal: bool | None = None,
 ) -> None:
     """For a test: raises ``AssertionError`` with the report unless all cases are safe.
 
