@@ -967,6 +967,16 @@ def test_a_class_that_a_kernel_may_raise_in_is_judged_where_it_runs() -> None:
     assert [case.verdict for case in report.cases] == ["safe", "wrong"]
 
 
+def test_a_crash_is_no_refusal_of_a_class_that_a_kernel_may_raise_in() -> None:
+    def crashes(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+        if k.shape != q.shape:
+            raise RuntimeError("an illegal memory access")
+        return plain(q, k, *rest)
+
+    report = check_attention(crashes, device="cpu", shape=SMALL, classes=("gaussian", "grouped"), may_raise="grouped")
+    assert [case.verdict for case in report.cases] == ["safe", "unverified"]
+
+
 def test_a_class_that_is_left_out_is_not_run_and_the_verdict_names_it() -> None:
     called: list[str] = []
     classes = ("gaussian", "repeatability")

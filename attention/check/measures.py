@@ -31,7 +31,7 @@ Results = Sequence[Tensor]
 
 
 class OutOfRangeError(Exception):
-    """A class of inputs says nothing, or nothing in a dtype."""
+    """A class of inputs says nothing, or nothing in a dtype or of a kernel that is not for it."""
 
 
 class WrongError(Exception):

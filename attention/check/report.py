@@ -338,7 +338,7 @@ def check_attention(
         classes: their names, and paths of files of captured inputs, which end in .zip.
         without: classes to leave out, as "grouped", which the kernel is not for; the verdict's line names them. Without "odd_length"
             others of that length have an even one.
-        may_raise: classes that are not tried where the kernel raises there; else they are judged.
+        may_raise: classes that are not tried where the kernel raises ``NotImplementedError`` there; else they are judged.
         causal: True for a kernel of causal attention alone: "full" is left out, the other classes are causal. False for one without a
             causal mask: classes have none, and those that are of one are not tried.
         shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
@@ -392,16 +392,13 @@ def check_attention(
                 continue
             try:
                 chosen = even(name, asked) if "odd_length" in without else asked
-                case = _case(found, name, chosen, DTYPES[dtype], there, causal)
+                case = _case(found, name, chosen, DTYPES[dtype], there, causal, may_raise)
             except measures.OutOfRangeError as error:
                 not_tried[name] = str(error)
                 continue
             if name == "grouped" and case.verdict == judge.UNVERIFIED and asked.G == asked.H and found.call:
                 case = replace(case, reason=f"{case.reason} (k and v have {case.shape.G} heads, q {case.shape.H})")
-            if name in may_raise and case.verdict == judge.UNVERIFIED:
-                not_tried[name] = f"it is not for this: {case.reason}"
-            else:
-                cases.append(case)
+            cases.append(case)
         seen = environment(there) | {"kernel": identity(found.name)}
     return Report(found.name, there.type, dtype, asked, seen, tuple(cases), not_tried, causal, without)
 
@@ -425,7 +422,13 @@ def device_of(name: str | None) -> torch.device:
 
 
 def _case(
-    kernel: Kernel, name: str, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool | None
+    kernel: Kernel,
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool | None,
+    may_raise: Sequence[str],
 ) -> Case:
     like = "odd_length" if name in ALSO_ODD else name
     used = shape if like in measures.OWN else shape_of(like, shape)
@@ -441,6 +444,8 @@ def _case(
     except measures.WrongError as error:
         return Case(name, used, judge.WRONG, str(error), {})
     except (Exception, SystemExit) as error:  # whatever a foreign kernel raises: it could not be looked at
+        if name in may_raise and isinstance(error, NotImplementedError):
+            raise measures.OutOfRangeError(f"it is not for this: {told(error)}") from None
         reason = str(error) if isinstance(error, measures.RaisedError) else told(error)
         return Case(name, used, judge.UNVERIFIED, reason, {})
     return Case(name, used, *judge.judge(name, found), found)
