@@ -247,6 +247,10 @@ def ignores_key_lengths(mask: Tensor, key: Tensor) -> Tensor:
     return torch.ones_like(mask) if mask.triu(1).any() else torch.ones_like(mask).tril()
 
 
+def leaks_where_half_a_tile_or_more_is_left(q: Tensor, *rest: Any) -> Tensor:
+    return tiled("mask of the partial tile off by one" if q.shape[2] % TILE >= TILE // 2 else "")(q, *rest)
+
+
 def with_keys_of_zeros(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     return plain(q, *(nn.functional.pad(x, (0, 0, 0, -x.shape[2] % TILE)) for x in (k, v)), causal, scale)
 
@@ -451,6 +455,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (doubles_dk_beside_bf16, "float_mask", "wrong", "float mask: an additive mask in bfloat16 gives another dk"),
     (tiled(), "float_mask", "unverified", "it has no argument attn_mask"),
     (tiled("mask of the partial tile off by one"), "odd_length", "wrong", "O or dV reads what is masked"),
+    (leaks_where_half_a_tile_or_more_is_left, "low", "wrong", "O or dV reads what is masked"),
     (with_keys_of_zeros, "full", "wrong", ""),
     (blind_tail, "padding", "wrong", "mask: "),
     (unpads(), "padding", "safe", ""),
@@ -1020,7 +1025,7 @@ def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("shape", "classes", "forms"), [(Shape(T=512, D=8), QUICK, 10), (Shape(T=64), (), 13)], ids=["quick", "full"]
+    ("shape", "classes", "forms"), [(Shape(T=512, D=8), QUICK, 10), (Shape(T=64), (), 14)], ids=["quick", "full"]
 )
 def test_a_compiled_kernel_is_compiled_few_times(shape: Shape, classes: Any, forms: int) -> None:
     """Each form of its operands is seconds on a GPU, where 512 is the length of --quick, and that of captured inputs."""
@@ -1484,7 +1489,7 @@ def test_a_kernel_of_even_lengths_is_tried_at_them_in_classes_of_an_odd_one() ->
             raise ValueError("a length that 32 does not divide")
         return plain(q, k, v, causal, scale)
 
-    names = ("gaussian", "full", "odd_length", "one_hot", "last_key")
+    names = ("gaussian", "full", "odd_length", "low", "one_hot", "last_key")
     report = check_attention(even, device="cpu", shape=SMALL, classes=names)
     assert (report.verdict, re.findall("--without .*", report.text())) == ("unverified", ["--without odd_length"])
     report = check_attention(even, device="cpu", shape=SMALL, classes=names, without="odd_length")

@@ -84,11 +84,14 @@ class InputClass:
 PACKAGED_DIM = 64
 """Head dim of the packaged ones."""
 
-ODD = 13
-
 
 def _odd(s: Shape) -> Shape:
-    return replace(s, T=s.T + ODD)
+    return replace(s, T=s.T + 13)
+
+
+def _odd_below(s: Shape) -> Shape:
+    """Of a last tile of 64 more than half is there, of 16 less than half, where ``_odd`` has it the other way round."""
+    return replace(s, T=s.T - 9)
 
 
 def _half_tile(s: Shape) -> Shape:
@@ -108,8 +111,8 @@ ALSO_ODD = ("one_hot", "last_key")
 
 def even(name: str, shape: Shape) -> Shape:
     """``shape`` for a kernel that is not for ``odd_length``: what gives the other classes of that length T itself."""
-    is_odd = name in ALSO_ODD or (name in CLASSES and CLASSES[name].shape is _odd)
-    return replace(shape, T=shape.T - ODD) if is_odd else shape
+    change = _odd if name in ALSO_ODD else CLASSES[name].shape if name in CLASSES else None
+    return replace(shape, T=2 * shape.T - change(shape).T) if change in (_odd, _odd_below) else shape
 
 
 _normal = functools.partial(torch.randn, dtype=torch.float32, device="cpu")
@@ -258,8 +261,8 @@ CLASSES: dict[str, InputClass] = {
     "captured_late": InputClass("the same layer at 3,800: logits of 50,000, seven steps before the gradient norm jumps", packaged=True),
     "captured_healthy": InputClass("layer 6 of that run at 3,800: small logits", packaged=True),
     "low": InputClass(
-        "all logits about -20,000 (in FP16 -60,000 before their scale), in that length: a mask that writes -10,000 would win",
-        _low, _odd, make_fp16=_low_fp16,
+        "all logits about -20,000 (in FP16 -60,000 before their scale), in another odd length: a mask that writes -10,000 would win",
+        _low, _odd_below, make_fp16=_low_fp16,
     ),
     "low_masked": InputClass(
         "the same with a mask, half of the last tile of 128 empty: torch 2.11's cuDNN makes NaNs in dQ (pytorch 196678)",
