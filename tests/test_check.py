@@ -795,6 +795,12 @@ def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     assert (f" --inputs '{file}' " in report.text()) == (kernel == "flash")
 
 
+def test_a_mask_that_leaks_is_named_in_captured_inputs(tmp_path: Path) -> None:
+    make("gaussian", replace(SMALL, T=100), torch.bfloat16, CPU).save(file := tmp_path / "x.zip")
+    kernel = tiled("mask of the partial tile off by one")
+    assert [*check_attention(kernel, device="cpu", classes=str(file)).found] == ["mask"]
+
+
 def test_captured_inputs_are_told_with_their_own_head_dim(tmp_path: Path) -> None:
     p, file = make("common_part", Shape(T=64, D=16), torch.bfloat16, CPU), str(tmp_path / "x.zip")
     p.save(file)

@@ -78,7 +78,10 @@ class Inputs:
     def part(
         self, *, heads: Sequence[int] | None = None, sequences: int | None = None, length: int | None = None
     ) -> "Inputs":
-        """Query heads by number, each with the keys it reads; the first sequences; the first queries and, where causal, keys."""
+        """Query heads by number, each with the keys it reads; the first sequences; the first queries and, where causal, keys.
+
+        A mask that is wrong in a partial last tile shows only in a ``length`` that leaves one.
+        """
         self._without_mask()
         B, H, T = self.q.shape[:3]
         chosen = tuple(range(H) if heads is None else heads)
