@@ -553,18 +553,28 @@ def test_q_times_its_scale_is_found_rounded_where_the_usual_scale_is_a_power_of_
     ("kernel", "name", "told"),
     [
         (tiled("dQ added in BF16"), "cancelling_tiles", ["dQ is"]),
-        (tiled("dK and dV added in BF16"), "cancelling_queries", ["dK and dV are"]),
+        (
+            tiled("dK and dV added in BF16"),
+            "cancelling_queries",
+            ["dK or dV, right where one query alone has a dO, is"],
+        ),
+        (spoiled(lambda _, __, dq, dk, dv: (dq, 1.01 * dk, dv)), "gaussian", []),
+        (spoiled(lambda _, do, dq, dk, dv: (dq, dk * (1 + do[:, :, :9].any()), dv)), "gaussian", []),
         (lambda *call: plain(*call) * (1 - 2.0**-6), "cancelling_queries", []),
         (cuts_o, "values_of_one_sign", []),
     ],
 )
-def test_errors_of_one_cancelling_class_alone_are_told_with_the_sum_in_16_bits(
-    kernel: Any, name: str, told: list[str]
-) -> None:
+def test_errors_are_told_with_the_sum_in_16_bits_that_makes_them(kernel: Any, name: str, told: list[str]) -> None:
     report = check_attention(kernel, device="cpu", shape=SMALL, classes=name)
     assert list(report.found) == ["errors"]
     assert re.findall(r"^  errors: (.*) probably added", report.text(), re.MULTILINE) == told
     assert report.text().count("\n  errors: ") == len(told)
+
+
+def test_sums_over_queries_in_16_bits_are_told_in_any_class() -> None:
+    kernel = tiled("dK and dV added in BF16")
+    report = check_attention(kernel, device="cpu", shape=Shape(1, 1, 1, 1024), classes=("gaussian", "window"))
+    assert re.findall(r"^  errors: (d. or d.), .* probably added", report.text(), re.MULTILINE) == ["dK or dV"]
 
 
 @pytest.mark.parametrize(("beside", "told"), [("common_part", False), ("captured_late", True)])

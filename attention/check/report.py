@@ -161,8 +161,8 @@ class Report:
         mend = [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
         of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
         made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
-        if len(made) == 1:
-            mend += [f"errors: {advice}" for advice in judge.added(made[0].name, made[0].measures)]
+        advice = {judge.added(case.name, case.measures) for case in made}
+        mend += [f"errors: {x}" for x in sorted(advice) if "" not in advice]
         if {judge.WRONG, judge.AT_RISK} <= {case.verdict for case in judged}:
             return ["what is wrong first, then run again: the rest may follow from it", *mend]
         return [*mend, INSTEAD] if self.verdict == judge.AT_RISK else mend
