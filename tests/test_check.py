@@ -32,7 +32,7 @@ from attention.check.__main__ import QUICK, main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
-from attention.check.judge import CURES, judge
+from attention.check.judge import CURES, FEWER_BITS, judge
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import DECISIVE, csv_of, environment, reasons, table
@@ -569,6 +569,22 @@ def test_errors_are_told_with_the_sum_in_16_bits_that_makes_them(kernel: Any, na
     assert list(report.found) == ["errors"]
     assert re.findall(r"^  errors: (.*) probably added", report.text(), re.MULTILINE) == told
     assert report.text().count("\n  errors: ") == len(told)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "found", "told"),
+    [
+        (tiled("P in FP8"), ["errors", "delta or P"], True),
+        (tiled("dK without scale"), ["errors"], False),
+        (spoiled(lambda _, __, dq, dk, dv: (dq.roll(1, -1), dk, dv)), ["errors"], False),
+    ],
+)
+def test_a_wrong_kernel_is_told_its_delta_and_fewer_bits_where_they_are_seen(
+    kernel: Any, found: list[str], told: bool
+) -> None:
+    """The third one's last column of dQ has no rows of dS."""
+    report = check_attention(kernel, device="cpu", shape=SMALL, classes="gaussian")
+    assert (report.verdict, [*report.found], FEWER_BITS in report.text()) == ("wrong", found, told)
 
 
 def test_sums_over_queries_in_16_bits_are_told_in_any_class() -> None:

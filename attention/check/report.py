@@ -163,6 +163,8 @@ class Report:
         made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
         advice = {judge.added(case.name, case.measures) for case in made}
         mend += [f"errors: {x}" for x in sorted(advice) if "" not in advice]
+        if any(case.name == "gaussian" and judge.has_fewer_bits(case.measures) for case in made):
+            mend.append(judge.FEWER_BITS)
         if {judge.WRONG, judge.AT_RISK} <= {case.verdict for case in judged}:
             return ["what is wrong first, then run again: the rest may follow from it", *mend]
         return [*mend, INSTEAD] if self.verdict == judge.AT_RISK else mend
@@ -231,7 +233,8 @@ def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for case in cases:
         if case.reason and case.verdict != judge.SAFE:
-            found.setdefault(case.reason.partition(": ")[0], []).append(case.name)
+            for what in (case.reason.partition(": ")[0], *["delta or P"] * ("; delta or P: " in case.reason)):
+                found.setdefault(what, []).append(case.name)
     return found
 
 
