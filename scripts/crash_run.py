@@ -12,7 +12,7 @@ of configs/quickstart.py in BF16, minutes on a CPU, whose own attention has an O
 about as far off. No BF16 kernel should, and one that does not may still fail a larger model.
 
 Exit codes: 0 the kernel is stable and the recipe's own attention fails; 1 the kernel fails and its control is stable; 2 usage;
-3 unverified: it cannot run, its control is not stable, or nothing failed.
+3 unverified: it cannot run, its control is not stable, its logits run away without a failure, or nothing failed.
 """
 
 import contextlib
@@ -46,6 +46,8 @@ CLASSES = ("gaussian", "common_part", "shared_direction", "peaked_1000", "one_ho
 OWN = ("--run.name", "--run.folder", "--data.record", "--attention.default.")
 """Options in which the runs differ, or that three runs cannot share."""
 UNVERIFIED = 3
+RUNAWAY_LOGIT = 10_000.0
+"""As in docs/results.md and compare_runs.py."""
 
 
 def attention_options(preset: str, kernel: str = "") -> list[str]:
@@ -57,7 +59,7 @@ def attention_options(preset: str, kernel: str = "") -> list[str]:
 def verdict(ended: dict[str, str]) -> tuple[int, str]:
     """Exit code and sentence, of how each run ended (``compare_runs``)."""
     failed = {run for run, how in ended.items() if how.startswith(("exploded", "NaN", "unstable"))}
-    stable = {run for run, how in ended.items() if how.startswith("stable") and "too short" not in how}
+    stable = {run for run, how in ended.items() if how.startswith("stable") and not re.search("too short|logit", how)}
     if "control" not in stable:
         so = ", so a failure need not be the kernel's" if "control" in failed else ""
         return UNVERIFIED, f"unverified: the control's run is {ended['control']}{so}"
@@ -90,7 +92,11 @@ def train(options: Sequence[str], folder: Path, name: str, cpu: bool) -> None:
 
 def how_ended(folder: Path, table: Path) -> dict[str, str]:
     with table.open(newline="") as file:
-        ended = {row["run"]: row["ended"] for row in csv.DictReader(file)}
+        rows = list(csv.DictReader(file))
+    ended = {row["run"]: row["ended"] for row in rows}
+    for row in rows:  # in a short run neither the loss nor a gradient norm need have risen yet
+        if (logit := float(row.get("max_logit_max_largest") or 0)) > RUNAWAY_LOGIT:
+            ended[row["run"]] += f", with a logit of {logit:,.0f}"
     for name in ended:
         # An overflow of FP16 is loss scaling at work.
         bad = [line["step"] for line in read_metrics(folder / name) if line.get("nonfinite") in ("skip", "stop")]

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 import config
 from attention import AttentionSpec
 from scripts import bench_train
-from scripts.crash_run import attention_options, how_ended, main, verdict
+from scripts.crash_run import UNVERIFIED, attention_options, how_ended, main, verdict
 
 DEBUG = str(ROOT / "configs/debug.py")
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
@@ -169,6 +169,14 @@ def test_loss_scaling_is_no_failure(tmp_path: Path, mark: str, ended: str) -> No
     (tmp_path / "kernel/metrics.jsonl").write_text(f'{{"step": 9, "train_loss": 3.0, "nonfinite": "{mark}"}}\n')
     (table := tmp_path / "compare.csv").write_text("run,ended\nkernel,stable to 99\n")
     assert how_ended(tmp_path, table) == {"kernel": ended}
+
+
+def test_logits_that_run_away_are_not_stable(tmp_path: Path) -> None:
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel/metrics.jsonl").write_text('{"step": 9, "train_loss": 3.0}\n')
+    (table := tmp_path / "compare.csv").write_text("run,ended,max_logit_max_largest\nkernel,stable to 499,17536.2\n")
+    ended = STABLE | how_ended(tmp_path, table)
+    assert verdict(ended) == (UNVERIFIED, "unverified: the kernel's run is stable to 499, with a logit of 17,536")
 
 
 @pytest.mark.parametrize("option", ["--model.no-gated-attention", "--model.gated_attention"])
