@@ -90,20 +90,22 @@ def load(arguments: list[str]) -> TrainConfig:
         config = copy.copy(config)  # another file may have it from the recipe's module
         object.__setattr__(config, "attention", attention)
     config = override(config, rest)
-    _check_bases(config, replaced)
+    _check_bases(config, replaced, typed={argument.partition("=")[0].replace("_", "-") for argument in rest})
     return config
 
 
-def _check_bases(config: TrainConfig, replaced: list[AttentionSpec]) -> None:
+def _check_bases(config: TrainConfig, replaced: list[AttentionSpec], typed: set[str]) -> None:
     """Raise ``UserError`` where a rule or an ablation has lost the base: neither inherits one, and in FP32 ``hardware`` rounds nothing.
 
-    ``replaced``: the recipe's default, if an ablation took its place.
+    ``replaced``: the recipe's default, if an ablation took its place. Not where the base is among the options ``typed``, nor of
+    ``standard``, a control.
     """
     specs = {"attention.default": config.attention.default}
     specs |= {f"attention.rules.{index}.attention": rule.attention for index, rule in enumerate(config.attention.rules)}
     bases = [spec.numerics for spec in (*replaced, *specs.values()) if spec.numerics not in ("hardware", "fp32")]
     for name, spec in specs.items() if bases and config.precision.dtype == "float32" else ():
-        if spec.numerics == "hardware" and not spec.rounds("fp32"):
+        lost = spec.numerics == "hardware" and spec.preset != "standard" and f"--{name}.numerics" not in typed
+        if lost and not spec.rounds("fp32"):
             meant = f"--{name}.numerics {bases[0]} or fp32"
             expected = f"a base, as this one rounds nothing in float32 and none is inherited: {meant}"
             raise invalid(f"{name}.numerics", spec.numerics, expected)

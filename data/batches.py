@@ -7,6 +7,7 @@ into micro-batches of ``micro_batch`` sequences, micro-batch m * world_size + r 
 Shapes: G global batch, B micro-batch, T sequence length, W validation windows, N any number of sequences.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -254,7 +255,8 @@ def _open_recording(config: DataConfig) -> Recording:
         raise invalid("data.replay", config.replay, expected)
     recording = Recording.open(folder)
     # First: with other tokens no setting helps. Their bytes are verified later, which may take minutes.
-    _check_same_data(config, recording.header, *_open_dataset(config, "size"))
+    as_recorded = dataclasses.replace(config, sequence_length=recording.header.sequence_length)
+    _check_same_data(config, recording.header, *_open_dataset(as_recorded, "size"))
     names = ("sequence_length", "global_batch")
     if odd := {name: to for name in names if (to := getattr(recording.header, name)) != getattr(config, name)}:
         recorded = ", ".join(

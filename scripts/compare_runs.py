@@ -17,7 +17,8 @@ How a run ended:
     stable to N          none of these, and the run has all its steps; too short to tell where they are fewer than make an explosion
     stopped early at N   none of these, and it has not
 Behind that, in the printed table and the picture:
-    layer L runs away at N   the first probe that saw a logit of it above 10,000, or one that is not a number, was at step N
+    layer L above 10,000 from N        its first probe with a logit above that; the first two such layers by name
+    logits not a number from N         the first probe with such a logit
 A run that begins at the reference's step N, on the same batches, is judged with the reference's losses before N. Steps whose update was
 skipped (float16 overflow, policy skip) do not count, if the run went on.
 """
@@ -54,6 +55,7 @@ LARGE_NORM, LARGE_NORM_FROM = 20.0, 200
 UNSTABLE_RATIO = 2.0
 RUNAWAY_LOGIT = 10_000.0
 """As in docs/results.md. Of a short run that ran away neither loss nor gradient norm need say so."""
+RUNAWAYS_TOLD = 2
 NEAR = 60
 """Steps behind a large gradient norm that do not count: a published run has more rows there than elsewhere."""
 LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
@@ -211,22 +213,27 @@ def ending(
 
 
 def runs_away(run: Run) -> str:
-    """What stands behind ``ended``: each layer that runs away, and from which probe on; "" where none does."""
-    told = []
+    """What stands behind ``ended``: the layers that run away, and from which probe on, the first two by name; "" where none does."""
+    found, broken = [], []
     for name in run.logit_columns():
         logits = run.column(name)
-        past = logits.index[~(logits <= RUNAWAY_LOGIT)]
-        told += [f"; layer {name.rpartition('_')[2]} runs away at {past[0]:,}"] if len(past) else []
-    return "".join(told)
+        if len(past := logits.index[logits > RUNAWAY_LOGIT]):
+            found.append((int(past[0]), int(name.rpartition("_")[2])))
+        broken += list(logits.index[logits.isna()][:1])
+    found.sort()
+    told = "".join(f"; layer {layer} above {RUNAWAY_LOGIT:,.0f} from {step:,}" for step, layer in found[:RUNAWAYS_TOLD])
+    told += f" and {len(found) - RUNAWAYS_TOLD} more" if len(found) > RUNAWAYS_TOLD else ""
+    return told + (f"; logits not a number from {min(broken):,}" if broken else "")
 
 
 def why_stopped(run: Run) -> list[str]:
-    """What exit.json says of a run that stopped early; nothing where there is none, as of one that goes on."""
+    """What exit.json says of a run that did not end by itself; nothing where there is none, as of one that goes on."""
     try:
         content = files.read_json(run.folder / EXIT_FILE)
-        return [f"{run.name} stopped early: exit code {content['code']}, {content['reason']}."]
+        code, reason = content["code"], content["reason"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+    return [f"{run.name} stopped with exit code {code}: {reason}."] if code else []
 
 
 def skipped_steps(run: Run, values: pd.Series) -> pd.Index:
@@ -414,7 +421,8 @@ def sites_changed(first: Run, run: Run) -> list[str]:
 
 
 def where_bits_part(first: Run, run: Run) -> tuple[float, str]:
-    """The first step (infinity: none) and, in words, ``PARTED_TOLD`` of what is not the same bits there, of all that both runs logged."""
+    """In words, the first step and ``PARTED_TOLD`` of what is not the same bits there, of all that both runs logged; before it the first
+    step where training parts (infinity: none), which validation on other sequences does not."""
     if first.column("train_loss").index.intersection(run.column("train_loss").index).empty:
         return math.inf, "no step in common"
     names = ["train_loss", "grad_norm", "val_loss", *(name for name in first.probes if name in run.probes)]
@@ -425,7 +433,8 @@ def where_bits_part(first: Run, run: Run) -> tuple[float, str]:
     step = min(parted.values())
     odd = [name for name in parted if parted[name] == step]
     more = f" and {len(odd) - PARTED_TOLD} more" if len(odd) > PARTED_TOLD else ""
-    return step, f"bits differ from step {step} on, first in {', '.join(odd[:PARTED_TOLD])}{more}"
+    trained = min((at for name, at in parted.items() if name != "val_loss"), default=math.inf)
+    return trained, f"bits differ from step {step} on, first in {', '.join(odd[:PARTED_TOLD])}{more}"
 
 
 def where_checkpoints_part(first: Run, run: Run, parted: float) -> str:
@@ -572,8 +581,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines += validation_sentence(runs) + [against(runs[0], run) for run in runs[1:]]
     sessions = [(run.name, session) for run in runs for session in run.config.get("sessions") or ()]
     lines += [f"{name}: {odd}." for name, session in sessions for odd in session.get("logs_changed", ())]
-    stopped = {row["run"] for row in rows if row["ended"].startswith("stopped early")}
-    lines += [line for run in runs if run.name in stopped for line in why_stopped(run)]
+    lines += [line for run in runs for line in why_stopped(run)]
     lines += [f"Left out: {reason}." for reason in left_out]
     lines.append(curves.EXPLOSION_DEFINITION.format(margin=args.margin, patience=args.patience))
     print(markdown(table, runs), *lines, sep="\n")

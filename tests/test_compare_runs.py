@@ -91,8 +91,30 @@ def test_a_layer_whose_logits_run_away_is_told_behind_the_end(
     run = write_run(tmp_path / "run", [2.0] * 6)
     (run / "probes.csv").write_text("step,max_logit_0,max_logit_1\n0,1,10000\n2,10001,5\n4,20000,5\n")
     compare(run, "--out", "none", "--patience", 3, "--table", tmp_path / "table.csv")
-    assert "| stable to 5; layer 0 runs away at 2 |" in capsys.readouterr().out
+    assert "| stable to 5; layer 0 above 10,000 from 2 |" in capsys.readouterr().out
     assert ",stable to 5," in (tmp_path / "table.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("9,20001,20002,9", "; layer 2 above 10,000 from 2; layer 1 above 10,000 from 4"),
+        ("10001,20001,20002,9", "; layer 2 above 10,000 from 2; layer 0 above 10,000 from 4 and 1 more"),
+        ("nan,nan,nan,nan", "; layer 2 above 10,000 from 2; logits not a number from 4"),
+    ],
+)
+def test_of_layers_that_run_away_two_are_named(tmp_path: Path, last: str, told: str) -> None:
+    run = write_run(tmp_path / "run", [2.0] * 6)
+    columns = ",".join(f"max_logit_{layer}" for layer in range(4))
+    (run / "probes.csv").write_text(f"step,{columns}\n0,1,1,1,1\n2,1,1,10001,1\n4,{last}\n")
+    assert compare_runs.runs_away(compare_runs.load(run)) == told
+
+
+def test_losses_of_another_validation_text_do_not_part_training(tmp_path: Path) -> None:
+    """Checkpoints behind that step are compared still."""
+    one, other = (write_run(tmp_path / name, [2.0] * 6, val_loss=x) for name, x in (("one", 1.0), ("other", 2.0)))
+    step, told = compare_runs.where_bits_part(*map(compare_runs.load, (one, other)))
+    assert (step, told) == (math.inf, "bits differ from step 0 on, first in val_loss")
 
 
 @pytest.mark.parametrize(("of_layer_0", "told"), [("5", "7 in layer 1"), ("nan", "nan in layer 0")])
@@ -132,11 +154,11 @@ def test_a_log_that_a_resume_found_changed_is_told(tmp_path: Path, capsys: pytes
 
 
 def test_why_a_run_stopped_early_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, losses in (("cut", [2.0] * 4), ("whole", [2.0] * 6)):
-        why = {"code": 141, "reason": "BrokenPipeError: Broken pipe"}
-        (write_run(tmp_path / name, losses) / "exit.json").write_text(json.dumps(why))
+    for name, steps, code in (("cut", 4, 141), ("whole", 6, 0)):
+        why = {"code": code, "reason": "BrokenPipeError: Broken pipe"}
+        (write_run(tmp_path / name, [2.0] * steps) / "exit.json").write_text(json.dumps(why))
     shown = told(capsys, tmp_path / "cut", tmp_path / "whole")
-    assert "\ncut stopped early: exit code 141, BrokenPipeError: Broken pipe.\n" in shown
+    assert "\ncut stopped with exit code 141: BrokenPipeError: Broken pipe.\n" in shown
     assert "whole stopped" not in shown
 
 

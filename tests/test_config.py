@@ -27,6 +27,12 @@ def test_a_file_of_ones_own_is_read_and_nothing_is_left(tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
+def test_a_base_that_rounds_nothing_can_be_typed() -> None:
+    files = [str(RECIPES / "quickstart.py"), str(RECIPES / "ablations/tiny_layer_1.py")]
+    load([*files, "--attention.default.numerics", "hardware"])
+    load([*files, "--attention.default.preset", "standard", "--attention.default.numerics=hardware"])
+
+
 @pytest.mark.parametrize("ablation", [None, *ABLATIONS], ids=lambda path: path.stem if path else "")
 @pytest.mark.parametrize("recipe", FILES, ids=lambda path: path.stem)
 def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path | None) -> None:
@@ -50,12 +56,15 @@ def test_an_ablation_is_checked_after_the_options(option: str) -> None:
     load([DEBUG, str(RECIPES / "ablations/outlier_heads.py"), *option.split()])
 
 
-def test_a_rule_that_lost_the_base_is_named() -> None:
-    """With an ablation that has the base; fp32 is for who wants no rounding."""
-    files = [str(RECIPES / "quickstart.py"), str(RECIPES / "ablations/tiny_layer_1.py")]
+def test_a_rule_that_lost_the_base_is_named(tmp_path: Path) -> None:
+    """With an ablation whose default has the base."""
+    with_base = (RECIPES / "ablations/tiny_layer_1.py").read_text()
+    (ablation := tmp_path / "lost.py").write_text(
+        with_base.replace('"flash_fp32_o", numerics="microcosm"', '"flash_fp32_o"')
+    )
+    assert ablation.read_text() != with_base
     with pytest.raises(UserError, match=r"^attention\.rules\.0\.attention\.numerics = 'hardware': expected a base"):
-        load([*files, "--attention.rules.0.attention.numerics", "hardware"])
-    load([*files, "--attention.rules.0.attention.numerics", "fp32"])
+        load([str(RECIPES / "quickstart.py"), str(ablation)])
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda path: path.stem)
