@@ -1208,6 +1208,14 @@ class Mixer(nn.Module):
         return (x @ self.inner(x).mT).softmax(-1) @ x
 
 
+def test_a_run_of_our_attention_has_no_name_for_it_where_layers_are_hidden() -> None:
+    with watch(model := nn.Sequential(Block(), TorchsLayer(weights=True)), say=lambda line: None) as seen:
+        with replace_sdpa("flash_consistent"):
+            loss = model(data()).square().mean()
+        loss.backward()
+    assert (seen.record["hidden"], "attention" in seen.record) == (1, False)
+
+
 def test_modules_whose_attention_is_not_seen_are_named(tmp_path: Path) -> None:
     """And the model's file never answers NO."""
     file, said = tmp_path / "log", []

@@ -417,7 +417,7 @@ class Watch:
         if self._hidden:
             more["hidden"] = len(self._hidden)
         more |= {name: of for name in ("frozen", "frozen_q") if (of := getattr(look, name))}
-        if None not in look.numerics:
+        if None not in look.numerics and not self._hidden:
             more["attention"] = ", ".join(sorted(filter(None, look.numerics)))
         if look.fma_logit < FMA_LOGIT:
             more["fma_logit"] = look.fma_logit
@@ -644,7 +644,7 @@ def watch(
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
         every: steps between two looks. Where modules inside are compiled, the first pass is looked at, too.
         log: JSONL file; each look appends a line: step, clock, ``attention`` (numerics of ``replace_sdpa``, ``register`` or our function,
-            where all calls have one), and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
+            where all calls have one and none is hidden), and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
             takes growth, and which layers ran away; of those from ``start`` on the next record says that they count no more.
         optimizer: counts the steps, those that a ``GradScaler`` skips, too, and its largest learning rate is the alarm's clock. Without
             it a training forward pass is a step.
