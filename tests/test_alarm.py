@@ -249,7 +249,7 @@ def test_the_advice_is_that_of_a_run_that_has_failed_where_it_surely_has(logits:
     ("attention", "logit", "advice"),
     [
         ("flash_delta_from_p", 5e3, "Attention is flash_delta_from_p: its loss decides"),
-        ("flash_delta_from_p", 5e4, "Attention is flash_delta_from_p. Past 45,426: run the control"),
+        ("flash_delta_from_p", 5e4, "Past 45,426: run the control, from a checkpoint with logits below 1,000."),
         ("flash_consistent", 5e4, "Attention is flash_consistent: its loss decides"),
         ("flash", 5e3, "Attention is flash. Run the control."),
     ],

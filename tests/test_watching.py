@@ -792,6 +792,7 @@ def test_large_logits_are_told_when_they_come_once_a_run(tmp_path: Path) -> None
     told = [line for line in said[:-1] if "runs away" not in line]
     assert [line.rpartition("; ")[2].partition(":")[0] for line in told] == ["above 1,000", "past 45,426"]
     step, logit = next((r["step"], x) for r in read_log(tmp_path / "log") if (x := max(r["max_logit"][0])) > 1000)
+    assert told[1].endswith("; past 45,426: run the control, from a checkpoint with logits below 1,000")
     assert told[0].startswith(f"step {step}: attention layer 0: largest logit {logit:.4g};")
     _, again = growing(range(40, 44), log=tmp_path / "log", power=4.0)
     assert [line.rpartition("; ")[2].partition(":")[0] for line in again[1:-1]] == ["past 45,426"]

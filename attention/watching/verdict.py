@@ -197,7 +197,9 @@ def _control(last: dict[str, Any], top: float, fma_logit: float, *, failed: bool
     decides = "its loss decides; if that rises, look at the recipe."
     if own in ALWAYS_CONTROLS or (own in CONTROLS and not past):
         return f"Attention is {own}: {decides}"
-    run = f"Past {fma_logit:,.0f}: run the control, from a checkpoint before that." if past else "Run the control."
+    run = "Run the control."
+    if past:  # just before that the layer grows already
+        run = f"Past {fma_logit:,.0f}: run the control, from a checkpoint with logits below {LARGE_LOGIT:,.0f}."
     if top < LARGE_LOGIT and not failed:
         run = "If the run has failed, run the control; else go on watching."
     return f"Attention is {own}. {run}" if own else f"{run} If this is the control, {decides}"

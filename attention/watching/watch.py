@@ -544,7 +544,7 @@ class Unwatched:
 
 def _advice(logit: float, fma_logit: float) -> str:
     if logit > fma_logit:
-        return f"; past {fma_logit:,.0f}: run the control, from a checkpoint before that"
+        return f"; past {fma_logit:,.0f}: run the control, from a checkpoint with logits below {LARGE_LOGIT:,.0f}"
     return f"; above {LARGE_LOGIT:,.0f}: run the control" if logit > LARGE_LOGIT else ""
 
 
