@@ -273,6 +273,10 @@ def test_a_replay_is_told_that_its_log_cannot_show_slow_growth(start: int, told:
     assert ("Slow growth is not judged: the clock (steps) grew 1.00 times here" in " ".join(said)) == told
 
 
+def test_of_one_record_no_growth_of_the_clock_is_told() -> None:
+    assert "Slow growth" not in " ".join(answer([look(0, 2e3)]))
+
+
 @pytest.mark.parametrize(
     ("name", "logit", "first", "largest", "of"),
     [

@@ -172,7 +172,8 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         advice = _control(finite[-1], top, fma_logit, failed=records[-1] is not finite[-1])
     if top < LARGE_LOGIT and _unseen(records, finite):
         advice = "Watch each step (every=1) from an earlier checkpoint."
-    if (grown := finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)) < GrowthRule().window:
+    grown = finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)
+    if len(finite) > 1 and grown < GrowthRule().window:
         clock = f"the clock ({finite[-1].get('clock_is', 'steps')}) grew {grown:.2f} times here, and the alarm needs {GrowthRule().window}"
         notes.append(
             f"Slow growth is not judged: {clock}. See in the table whether logits pass 1,000 before the loss rises."
