@@ -387,8 +387,12 @@ def test_the_table_has_eight_looks_of_each_layer_that_is_not_frozen_and_no_nan()
     records = [record | {"frozen": [0]} for record in CROSSES] + [look(10, math.nan)]
     _, _, head, *rows = table(records)
     assert head.split()[1:-5] == ["0", "1", "2", "3", "5", "6", "7", "9"]
-    assert [row.split()[0] for row in rows] == ["1", "all"]
-    assert rows[1].split()[1:-4] == ["9", "200", "900", "950", "800", "60000", "70000", "90000"]
+    assert [row.split()[0] for row in rows] == ["1"]
+    assert rows[0].split()[1:-4] == ["9", "200", "900", "950", "800", "60,000", "70,000", "90,000"]
+
+
+def test_the_table_has_large_logits_without_an_exponent() -> None:
+    assert table([look(0, 123_456.0)])[-1].split()[1] == "123,456"
 
 
 def test_main_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,7 +207,8 @@ def _control(last: dict[str, Any], top: float, fma_logit: float, *, failed: bool
 
 
 def table(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Of each layer, and of all, the largest logit at a few looks, the first step past each bound, and the last step before one past 1,000.
+    """Of each layer, and of all if there are several, the largest logit at a few looks, the first step past each bound, and the last step
+    before one past 1,000.
 
     Looks whose logits are not finite and frozen layers are left out. Of the records of one run, as ``answer`` takes them.
     """
@@ -218,15 +219,20 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
     looks = sorted({look * (len(steps) - 1) // (SHOWN - 1) for look in range(SHOWN)})
     bounds = SMALL_LOGIT, LARGE_LOGIT, _fma_logit(finite)
     courses: dict[Any, tuple[float, ...]] = {**_courses(finite)}
-    courses["all"] = tuple(map(max, zip(*courses.values(), strict=True)))
+    if len(courses) > 1:
+        courses["all"] = tuple(map(max, zip(*courses.values(), strict=True)))
     rows = [["layer", *(str(steps[look]) for look in looks), *(f">{bound:,.0f}" for bound in bounds), "before >1,000"]]
     for layer, tops in courses.items():
         past = {bound: next((i for i, top in enumerate(tops) if top > bound), len(tops)) for bound in bounds}
         told = [[*steps, "-"][i] for i in past.values()] + [["-", *steps][past[LARGE_LOGIT]]]
-        rows.append([str(layer), *(f"{tops[look]:.5g}" for look in looks), *map(str, told)])
+        rows.append([str(layer), *(_shown(tops[look]) for look in looks), *map(str, told)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     title = "Largest logit at some steps; the first step past each bound; the last step before one past 1,000:"
     return ["", title, *("  ".join(map(str.rjust, row, widths)) for row in rows)]
+
+
+def _shown(logit: float) -> str:
+    return f"{logit:,.0f}" if abs(logit) >= LARGE_LOGIT else f"{logit:.5g}"
 
 
 def _finite(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
