@@ -251,6 +251,11 @@ def test_the_advice_is_that_of_a_run_that_has_failed_where_it_surely_has(logits:
         ("flash_delta_from_p", 5e3, "Attention is flash_delta_from_p: its loss decides"),
         ("flash_delta_from_p", 5e4, "Past 45,426: run the control, from a checkpoint with logits below 1,000."),
         ("flash_consistent", 5e4, "Attention is flash_consistent: its loss decides"),
+        ("flash_consistent (flash_hopper)", 5e4, "Attention is flash_consistent (flash_hopper): its loss decides"),
+        ("flash_fp32_o (flash_reference)", 5e3, "Attention is flash_fp32_o (flash_reference): its loss decides"),
+        ("flash_consistent (published)", 5e3, "Run the control. If this is the control, its loss decides"),
+        ("flash_consistent (exponent=fma)", 5e4, "1,000. If this is the control, its loss decides"),
+        ("mine:function", 5e3, "Attention is mine:function. Run the control. If this is the control, its loss decides"),
         ("flash", 5e3, "Attention is flash. Run the control."),
     ],
 )

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..presets import RECOMMENDED
+from ..backends import BACKENDS
+from ..presets import PRESETS, RECOMMENDED
 from ..user_error import OneLineParser, UserError
 from .growth import FMA_LOGIT, LARGE_LOGIT, GrowthAlarm, GrowthRule
 from .log import layers_of, read_log
@@ -196,14 +197,18 @@ def _control(last: dict[str, Any], top: float, fma_logit: float, *, failed: bool
     """What to do where attention's rounding may be the cause, by the attention of the last record. ``failed``: the run surely has."""
     own, past = last.get("attention"), top > fma_logit
     decides = "its loss decides; if that rises, look at the recipe."
-    if own in ALWAYS_CONTROLS or (own in CONTROLS and not past):
+    # A backend computes what its preset says; with another base, sites or kernel it may be a control or not.
+    preset, _, inside = (own or "").removesuffix(")").partition(" (")
+    known = preset in PRESETS and inside in ("", *BACKENDS)
+    if known and (preset in ALWAYS_CONTROLS or (preset in CONTROLS and not past)):
         return f"Attention is {own}: {decides}"
     run = "Run the control."
     if past:  # just before that the layer grows already
         run = f"Past {fma_logit:,.0f}: run the control, from a checkpoint with logits below {LARGE_LOGIT:,.0f}."
     if top < LARGE_LOGIT and not failed:
         run = "If the run has failed, run the control; else go on watching."
-    return f"Attention is {own}. {run}" if own else f"{run} If this is the control, {decides}"
+    run = f"Attention is {own}. {run}" if own else run
+    return run if known else f"{run} If this is the control, {decides}"
 
 
 def table(records: Sequence[dict[str, Any]]) -> list[str]:
