@@ -375,11 +375,14 @@ def test_a_query_without_a_gradient_whose_key_has_one_is_told_from_a_frozen_laye
     assert (found["frozen_q"], "frozen" in found) == ([0], False)
 
 
-@pytest.mark.parametrize(("accumulated", "optimizer", "told"), [(2, False, 1), (2, True, 0), (1, False, 0)])
+@pytest.mark.parametrize(
+    ("accumulated", "optimizer", "fused", "told"),
+    [(2, False, False, 1), (2, True, False, 0), (1, False, False, 0), (1, False, True, 0), (2, False, True, 1)],
+)
 def test_passes_that_accumulate_gradients_are_told_that_they_count_as_steps(
-    accumulated: int, optimizer: bool, told: int
+    accumulated: int, optimizer: bool, fused: bool, told: int
 ) -> None:
-    steps, said = torch.optim.AdamW((model := Model()).parameters()), []
+    steps, said = torch.optim.AdamW((model := Model()).parameters(), fused=fused), []
     with watch(model, optimizer=steps if optimizer else None, say=said.append):
         for step in range(4):
             model(data()).backward()

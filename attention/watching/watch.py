@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..huggingface_models import Hook
@@ -71,6 +72,8 @@ class Watch:
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
         self._versions: list[int] = []
         """Of the weights in the first pass."""
+        self._any_step: set[bool] = set()
+        """Whether any optimizer has made a step since."""
         self._log = open_log(Path(chosen["log"])) if chosen["log"] else None
         self._back_to = chosen["back_to"]
         """Step from which on the log's records are to count no more; the next record says so."""
@@ -234,9 +237,12 @@ class Watch:
             self._warn("compiled" if refused else "open", str(error).removeprefix("watch: ") if refused else failed)
 
     def _note_unchanged(self, model: nn.Module) -> None:
-        """torch counts what is written to a tensor, as an optimizer's step does."""
+        """torch counts what is written to a tensor, but not by a fused step or through ``.data``: a hook tells an optimizer's steps."""
         versions = [parameter._version for parameter in model.parameters() if parameter.requires_grad]
-        if versions and versions == self._versions:
+        if self._passes == 1:
+            steps = self._any_step  # without self: the hook is torch's, and would keep the model
+            self._hooks.append(register_optimizer_step_post_hook(lambda *_: steps.add(True)))
+        elif versions and versions == self._versions and not self._any_step:
             each = "each forward pass counts as a step: give optimizer= where gradients accumulate"
             self._say(f"watch: no weight changed between the first two passes, and {each}")
         self._versions = versions
