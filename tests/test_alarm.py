@@ -278,6 +278,27 @@ def test_a_replay_is_told_that_its_log_cannot_show_slow_growth(start: int, told:
     assert ("Slow growth is not judged: the clock (steps) grew 1.00 times here" in " ".join(said)) == told
 
 
+def test_the_time_of_a_verdict_grows_like_the_length_of_its_log() -> None:
+    """By the lines of Python that run, which other processes do not change."""
+    lines = []
+    for length in (150, 600):
+        records, count = [look(step, 90.0 if step % 2 else math.nan) for step in range(length)], 0
+
+        def traced(*_: Any) -> Any:
+            nonlocal count
+            count += 1
+            return traced
+
+        before = sys.gettrace()
+        sys.settrace(traced)
+        try:
+            answer(records)
+        finally:
+            sys.settrace(before)
+        lines.append(count)
+    assert lines[1] < 4.5 * lines[0]
+
+
 def test_of_one_record_no_growth_of_the_clock_is_told() -> None:
     assert "Slow growth" not in " ".join(answer([look(0, 2e3)]))
 

@@ -8,6 +8,8 @@ that sets in, or feeds itself, grows faster. Stable runs have a head or two with
 Legend: H heads.
 """
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -90,11 +92,12 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
         exponent = _exponent(probes[start], probes[end])
         large = large_logits(probes[end].logit_H, rule)
         run_away = run_away & (exponent >= rule.exponent) & large & (large.double().mean() >= rule.share)
-    last, begun = probes[-1], [probe for probe in probes[:-1] if probe.clock > 0]
-    if not begun:
+    last = probes[-1]
+    begun = next((probe for probe in itertools.islice(probes, len(probes) - 1) if probe.clock > 0), None)
+    if begun is None:
         return None
     # Before a whole window has passed, as in a log that begins late, logits must have grown as much as in one.
-    first = begun[0] if start is None else probes[start]
+    first = begun if start is None else probes[start]
     factor = max(last.clock / first.clock, rule.window) ** rule.sudden_exponent
     sudden = last.logit_H / first.logit_H.clamp(min=0) >= factor
     run_away = run_away | (sudden & (last.logit_H >= rule.sudden_logit))
@@ -107,10 +110,9 @@ def large_logits(logit_H: Tensor, rule: GrowthRule) -> Tensor:
 
 
 def window_start(probes: Sequence[Probe], end: int, window: float) -> int | None:
-    """The latest probe at which the clock was ``window`` times smaller than at ``end``."""
-    limit = probes[end].clock / window
-    earlier = [index for index in range(end) if 0 < probes[index].clock <= limit]
-    return earlier[-1] if earlier else None
+    """The latest probe at which the clock, which never goes back, was ``window`` times smaller than at ``end``."""
+    index = bisect.bisect_right(probes, probes[end].clock / window, hi=end, key=lambda probe: probe.clock) - 1
+    return index if index >= 0 and probes[index].clock > 0 else None
 
 
 def _exponent(before: Probe, after: Probe) -> Tensor:

@@ -92,7 +92,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
             where = f"at step {record['step']} attention's backward pass made a NaN of finite q, k, v and dO in layer {made[0]}"
             return [f"KERNEL: {where}.", "Name the backend with torch.nn.attention.sdpa_kernel."]
     finite = _finite(records)
-    notes = [f"Logits are not finite at step {r['step']}." for r in records if r not in finite][:1]
+    notes = [f"Logits are not finite at step {r['step']}." for r in records if not _is_finite(r)][:1]
     if not finite:
         return ["UNCLEAR: no record has finite logits. Watch from an earlier checkpoint.", *notes]
     if frozen := _frozen(finite):
@@ -120,7 +120,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     gone = [
         f"Layer {layer} ran away at step {step}{_since(finite, layer, step)}." for layer, step in alarm.ran_away.items()
     ]
-    measured = [record for record in finite if _is_measured(record) and record not in overflowed]
+    measured = [record for record in finite if _is_measured(record) and not _overflowed(record)]
     judges = top < SMALL_LOGIT and len(finite) >= FEW
     wrong = _wrong(measured, "dq_error", WRONG) if judges else {}
     # Scores and dQ are then not those of this attention, either.
@@ -241,7 +241,11 @@ def _shown(logit: float) -> str:
 
 
 def _finite(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [record for record in records if all(map(math.isfinite, _tops(record)))]
+    return list(filter(_is_finite, records))
+
+
+def _is_finite(record: dict[str, Any]) -> bool:
+    return all(map(math.isfinite, _tops(record)))
 
 
 def _fma_logit(finite: Sequence[dict[str, Any]]) -> float:
@@ -261,7 +265,7 @@ def _courses(finite: Sequence[dict[str, Any]]) -> dict[int, tuple[float, ...]]:
 
 def _unseen(records: Sequence[dict[str, Any]], finite: Sequence[dict[str, Any]]) -> bool:
     """Whether logits ceased to be finite between two looks with other steps between them: they can grow from 100 in a few hundred."""
-    later = [record["step"] for record in records if record not in finite and record["step"] > finite[-1]["step"]]
+    later = [record["step"] for record in records if not _is_finite(record) and record["step"] > finite[-1]["step"]]
     return bool(later) and min(later) > finite[-1]["step"] + 1
 
 
