@@ -245,6 +245,17 @@ def test_the_advice_is_that_of_a_run_that_has_failed_where_it_surely_has(logits:
     assert f"record(s), and 3 are needed to say more. {advice}" in answer(list(map(look, range(2), logits)))[0]
 
 
+def test_after_steps_that_were_not_seen_the_advice_is_that_of_the_docs() -> None:
+    advice = "watch each step (every=1) from an earlier checkpoint"
+    assert advice.capitalize() in answer([look(0, 500.0), look(100, math.nan)])[0]
+    (row,) = [
+        line
+        for line in (Path(__file__).parents[1] / "docs" / "diagnosis.md").read_text().splitlines()
+        if line.startswith("| logits of 100 to 1,000")
+    ]
+    assert advice in row
+
+
 @pytest.mark.parametrize(
     ("attention", "logit", "advice"),
     [

@@ -2,7 +2,8 @@
 
 - KERNEL: attention's backward pass made a NaN in dQ from finite inputs.
 - SUSPECT: a layer ran away, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000.
-- NO: none of these, logits below 100, and three records with the gradient of every layer.
+- NO: none of these, logits below 100, three records with the gradient of every layer, and the model hides no attention. No layer's O or sum
+  of dQ is far off, and no logit ceased to be finite behind steps that were not seen.
 - UNCLEAR: all else.
 
     python -m low_precision_attention.watching watch.jsonl
