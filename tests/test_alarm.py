@@ -245,6 +245,9 @@ def test_the_advice_is_that_of_a_run_that_has_failed_where_it_surely_has(logits:
     assert f"record(s), and 3 are needed to say more. {advice}" in answer(list(map(look, range(2), logits)))[0]
 
 
+EXACT_AT_ANY_LOGIT = "flash_consistent", "flash_delta_from_p_subtract_first", "standard", "sdpa_math"
+
+
 def test_after_steps_that_were_not_seen_the_advice_is_that_of_the_docs() -> None:
     advice = "watch each step (every=1) from an earlier checkpoint"
     assert advice.capitalize() in answer([look(0, 500.0), look(100, math.nan)])[0]
@@ -261,7 +264,8 @@ def test_after_steps_that_were_not_seen_the_advice_is_that_of_the_docs() -> None
     [
         ("flash_delta_from_p", 5e3, "Attention is flash_delta_from_p: its loss decides"),
         ("flash_delta_from_p", 5e4, "Past 45,426: run the control, from a checkpoint with logits below 1,000."),
-        ("flash_consistent", 5e4, "Attention is flash_consistent: its loss decides"),
+        ("flash_fp32_o", 5e3, "Attention is flash_fp32_o: its loss decides"),
+        *((name, 5e4, f"Attention is {name}: its loss decides") for name in EXACT_AT_ANY_LOGIT),
         ("flash_consistent (flash_hopper)", 5e4, "Attention is flash_consistent (flash_hopper): its loss decides"),
         ("flash_fp32_o (flash_reference)", 5e3, "Attention is flash_fp32_o (flash_reference): its loss decides"),
         ("flash_consistent (published)", 5e3, "Run the control. If this is the control, its loss decides"),
