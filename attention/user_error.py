@@ -58,7 +58,7 @@ def invalid(
         expected = "one of " + ", ".join(names)
     word = str(value if typed is None else typed)
     # Words in another order, or without their first one, before what has most letters in common.
-    whole = sorted((name for name in names if set(word.split("_")) <= set(name.split("_"))), key=len)
+    whole = sorted((name for name in names if set(word.split("_")) <= set(name.replace(":", "_").split("_"))), key=len)
     nearest = whole or get_close_matches(word, names, n=1, cutoff=0.7)  # o_in_delta does not mean delta
     meant = f"did you mean {nearest[0]}? " if nearest and len(names) > 5 else ""
     return UserError(f"{_cut(field, LONGEST_VALUE)} = {_cut(repr(value), LONGEST_VALUE)}: {meant}expected {expected}")

@@ -77,6 +77,8 @@ class InputClass:
     mask: Callable[[Shape], Mask] | None = None
     make_fp16: Callable[[list[Tensor], torch.Generator], list[Tensor]] | None = None
     """Instead of ``make`` where the inputs are of FP16."""
+    make_causal: Callable[[list[Tensor], torch.Generator], list[Tensor]] | None = None
+    """Instead of ``make`` for a kernel of causal attention alone."""
     packaged: bool = False
     """Captured ones, inputs/NAME.zip beside this module, in their own shape; a larger head dim is filled with zeros."""
 
@@ -164,6 +166,20 @@ def _cancelling_queries(x: list[Tensor], generator: torch.Generator) -> list[Ten
     q, k, v, do = x
     k, q, do, _ = _cancelling([k, q, do, v], generator)
     return [q, k, v, do]
+
+
+def _cancelling_late_queries(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Of causal attention. Sums over queries cancel in keys that all of them see: the first half, as dO is 0 in the first half of queries.
+    The other keys, whose sums do not cancel, have little weight: their logits are 2 lower.
+    """
+    q, k, v, do = x
+    T, D, DV = *k.shape[2:], v.shape[3]
+    direction, shared = _normal(2, max(D, DV), generator=generator)
+    late = (torch.arange(T, device="cpu") >= T // 2)[:, None]
+    slope = torch.linspace(-1, 1, int(late.sum()), dtype=torch.float32, device="cpu")[:, None] * direction[:DV]
+    do = 0.1 * do * late
+    do[:, :, T // 2 :] += slope
+    return [0.3 * q + 2 * shared[:D], 0.1 * k - late * shared[:D] / math.sqrt(D), v, do]
 
 
 def _apart(x: list[Tensor], generator: torch.Generator) -> list[Tensor]:
@@ -270,7 +286,7 @@ CLASSES: dict[str, InputClass] = {
     ),
     "cancelling_queries": InputClass(
         "dO changes its sign midway along queries with a shared part: sums of dK and dV grow large before they cancel",
-        _cancelling_queries, causal=False,
+        _cancelling_queries, causal=False, make_causal=_cancelling_late_queries,
     ),
 }  # fmt: skip
 """Those that are compared with FP64; ``measures.py`` has further ones that are compared with themselves."""
@@ -291,6 +307,8 @@ def make(name: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
     ends = ((shape.H, D), (shape.G, D), (shape.G, DV), (shape.H, DV))
     normal = [_normal(shape.B, n, shape.T, dim, generator=generator) for n, dim in ends]
     change = chosen.make_fp16 if chosen.make_fp16 and dtype == torch.float16 else chosen.make
+    if causal and chosen.make_causal:
+        change = chosen.make_causal
     q, k, v, do = change(normal, generator)
     mask = chosen.mask(shape) if chosen.mask else None
     if mask is not None and causal is False and chosen.mask is _padding:

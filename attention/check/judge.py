@@ -187,31 +187,32 @@ CURES = {
 }
 """Advice by a part of a reason, where we know any (docs/results.md)."""
 FEWER_BITS = (
-    "errors: with P or an operand in 8 bits these are usual, as limits here are those of 16 bits: mend the rest, "
-    "and train beside a control"
+    "errors: if P or an operand has 8 bits these are usual, as limits here are those of 16 bits: then mend the rest, and train beside "
+    "a control"
 )
 
 
 def has_fewer_bits(found: dict[str, float]) -> bool:
-    """Whether gaussian inputs have errors far above what 16 bits make, of a size that mantissas of two or three bits explain."""
+    """Whether gaussian inputs have errors far above what 16 bits make, of a size that mantissas of two or three bits explain. Those of
+    P and operands of the forward pass show in O; a term that dK or dV lost does not."""
     beyond = [x for x in _NAMES if found[f"ratio_{x}"] > WELL_CONDITIONED]
-    return bool(beyond) and all(found[f"error_{x}"] < 2.0**-3 and not _fit(x, found) for x in beyond)
+    return "o" in beyond and all(found[f"error_{x}"] < 2.0**-3 and not _fit(x, found) for x in beyond)
 
 
+ADDED_OVER_QUERIES = "dK or dV, right where one query alone has a dO, is probably added in 16 bits between tiles of queries: add it in FP32"
 OF_ONE_QUERY = 1.5
 """Largest ``query_X`` of a tensor that is right but for sums over queries. In gaussian, shared_direction and cancelling_queries sums in 16
 bits leave 1 or less, right kernels 1.4 or less, a dK that is 1 % too large 2 or more, P in FP8 14 or more in dV."""
 
 
-def added(name: str, found: dict[str, float]) -> str:
-    """Advice on the errors of one class where it tells that sums in 16 bits make them, or ""."""
+def added(name: str, found: dict[str, float]) -> str | None:
+    """Advice on the errors of one class where it tells that sums in 16 bits make them, "" where it tells that they do not, or None."""
     beyond = [x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK]
     if (name, beyond) == ("cancelling_tiles", ["dq"]):
         return "dQ is probably added in 16 bits between tiles of keys: add it in FP32"
     rounded = all(max(found[f"size_{x}"], found[f"worst_{x}"]) <= SIZE_WRONG for x in beyond)  # and no tile is left out
-    if beyond and rounded and all(found.get(f"query_{x}", math.inf) <= OF_ONE_QUERY for x in beyond):
-        return (
-            "dK or dV, right where one query alone has a dO, is probably added in 16 bits between tiles of queries: "
-            "add it in FP32"
-        )
-    return ""
+    rounded &= not any(_fit(x, found) for x in beyond)
+    of_one = [found.get(f"query_{x}", math.inf) for x in beyond]
+    if rounded and any(map(math.isinf, of_one)) and not {"o", "dq"} & set(beyond):
+        return None
+    return ADDED_OVER_QUERIES if beyond and rounded and max(of_one) <= OF_ONE_QUERY else ""

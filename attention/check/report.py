@@ -145,6 +145,8 @@ class Report:
         if self.causal is None and only_full and {case.name for case in raised} >= DECISIVE:
             lines.append("if the kernel has no causal mask: --no-causal")
             not_for = []
+        elif self.causal is None and tried_full and tried_full == of[judge.WRONG]:
+            lines.append("if the kernel is for causal attention alone: --causal")
         elif self.causal is None and raised_full and not tried_full:
             lines.append("if the kernel is for causal attention alone: --causal")
             not_for = [case for case in raised if case not in raised_full]
@@ -161,8 +163,10 @@ class Report:
         mend = [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
         of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
         made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
-        advice = {judge.added(case.name, case.measures) for case in made}
-        mend += [f"errors: {x}" for x in sorted(advice) if "" not in advice]
+        advice = {judge.added(case.name, case.measures) for case in made} - {None}
+        if {case.name for case in judged} - {case.name for case in made} >= {"cancelling_queries"}:
+            advice.discard(judge.ADDED_OVER_QUERIES)  # the class that is made for it saw nothing
+        mend += [f"errors: {x}" for x in sorted(filter(None, advice)) if "" not in advice]
         if any(case.name == "gaussian" and judge.has_fewer_bits(case.measures) for case in made):
             mend.append(judge.FEWER_BITS)
         if {judge.WRONG, judge.AT_RISK} <= {case.verdict for case in judged}:
@@ -361,6 +365,8 @@ def check_attention(
         if unknown := [name for name in names if name not in KNOWN_CLASSES]:
             raise invalid(what, unknown[0], KNOWN_CLASSES)
     if causal:
+        if "full" in ((classes,) if isinstance(classes, str) else classes):
+            raise invalid("classes", "full", "another, as causal=True leaves it out")
         without = tuple(dict.fromkeys((*without, "full")))
     found = find(kernel)
     there = device_of(device)
@@ -384,7 +390,7 @@ def check_attention(
                 not_tried[name] = "it is left out"
                 continue
             progress(name)
-            if not classes and name in MASKED and not found.masks:
+            if name in MASKED and not found.masks and (not classes or name in may_raise):
                 not_tried[name] = "it has no argument attn_mask"
                 continue
             if name in OF_CAUSAL and causal is False:
@@ -483,7 +489,8 @@ def assert_safe(
 
     Args:
         unverified: classes in which the kernel raises do not count, if others have run, and not all of ``common_part``,
-            ``shared_direction`` and ``peaked_1000``, where delta shows, are among them.
+            ``shared_direction`` and ``peaked_1000``, where delta shows, are among them, nor all that are not causal: ``causal=True``
+            makes these causal.
 
     The others are those of ``check_attention``, which says what else this raises.
     """
@@ -491,8 +498,8 @@ def assert_safe(
         kernel, device=device, dtype=dtype, shape=shape, classes=classes, without=without, causal=causal
     )
     verdicts = {case.verdict for case in report.cases} - ({judge.UNVERIFIED} if unverified else set())
-    decisive = {case.verdict for case in report.cases if case.name in DECISIVE}
-    if verdicts != {judge.SAFE} or decisive == {judge.UNVERIFIED}:
+    decisive, full = ({case.verdict for case in report.cases if case.name in names} for names in (DECISIVE, FULL))
+    if verdicts != {judge.SAFE} or decisive == {judge.UNVERIFIED} or (causal is None and full == {judge.UNVERIFIED}):
         raise AssertionError(report.text())
 
 
