@@ -255,8 +255,8 @@ def _open_recording(config: DataConfig) -> Recording:
         raise invalid("data.replay", config.replay, expected)
     recording = Recording.open(folder)
     # First: with other tokens no setting helps. Their bytes are verified later, which may take minutes.
-    as_recorded = dataclasses.replace(config, sequence_length=recording.header.sequence_length)
-    _check_same_data(config, recording.header, *_open_dataset(as_recorded, "size"))
+    any_length = dataclasses.replace(config, sequence_length=1)
+    _check_same_data(config, recording.header, *_open_dataset(any_length, "size"))
     names = ("sequence_length", "global_batch")
     if odd := {name: to for name in names if (to := getattr(recording.header, name)) != getattr(config, name)}:
         recorded = ", ".join(

@@ -95,7 +95,7 @@ def how_ended(folder: Path, table: Path) -> dict[str, str]:
         rows = list(csv.DictReader(file))
     ended = {row["run"]: row["ended"] for row in rows}
     for row in rows:  # in a short run neither the loss nor a gradient norm need have risen yet
-        if (logit := float(row.get("max_logit_max_largest") or 0)) > RUNAWAY_LOGIT:
+        if not (logit := float(row.get("max_logit_max_largest") or 0)) <= RUNAWAY_LOGIT:  # or NaN
             ended[row["run"]] += f", with a logit of {logit:,.0f}"
     for name in ended:
         # An overflow of FP16 is loss scaling at work.

@@ -32,7 +32,7 @@ from attention.check.__main__ import QUICK, main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
-from attention.check.judge import CURES, FEWER_BITS, judge
+from attention.check.judge import CURES, FEWER_BITS, grows_over_queries, judge
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import DECISIVE, csv_of, environment, reasons, table
@@ -593,10 +593,20 @@ def test_a_wrong_kernel_is_told_its_delta_and_fewer_bits_where_they_are_seen(
     assert (report.verdict, [*report.found], FEWER_BITS in report.text()) == ("wrong", found, told)
 
 
-def test_sums_over_queries_in_16_bits_are_told_in_any_class() -> None:
+@pytest.mark.parametrize(("more", "told"), [(["cancelling_queries"], ["dK or dV"]), ([], [])])
+def test_sums_over_queries_in_16_bits_are_told_where_the_class_for_them_was_tried(
+    more: list[str], told: list[str]
+) -> None:
     kernel = tiled("dK and dV added in BF16")
-    report = check_attention(kernel, device="cpu", shape=Shape(1, 1, 1, 1024), classes=("gaussian", "window"))
-    assert re.findall(r"^  errors: (d. or d.), .* probably added", report.text(), re.MULTILINE) == ["dK or dV"]
+    report = check_attention(kernel, device="cpu", shape=Shape(1, 1, 1, 1024), classes=("gaussian", *more))
+    assert report.found["errors"][0] == "gaussian"
+    assert re.findall(r"^  errors: (d. or d.), .* probably added", report.text(), re.MULTILINE) == told
+
+
+@pytest.mark.parametrize(("of_gaussian", "grows"), [(3.9, True), (18.0, False)])
+def test_a_query_that_is_lost_is_no_sum_in_16_bits(of_gaussian: float, grows: bool) -> None:
+    """Its error is as large where sums do not cancel."""
+    assert grows_over_queries({"ratio_dk": 30.0, "ratio_dv": 1.0}, {"ratio_dk": of_gaussian, "ratio_dv": 1.0}) == grows
 
 
 @pytest.mark.parametrize(("beside", "told"), [("common_part", False), ("captured_late", True)])

@@ -171,12 +171,13 @@ def test_loss_scaling_is_no_failure(tmp_path: Path, mark: str, ended: str) -> No
     assert how_ended(tmp_path, table) == {"kernel": ended}
 
 
-def test_logits_that_run_away_are_not_stable(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("logit", "told"), [("17536.2", "17,536"), ("nan", "nan")])
+def test_logits_that_run_away_are_not_stable(tmp_path: Path, logit: str, told: str) -> None:
     (tmp_path / "kernel").mkdir()
     (tmp_path / "kernel/metrics.jsonl").write_text('{"step": 9, "train_loss": 3.0}\n')
-    (table := tmp_path / "compare.csv").write_text("run,ended,max_logit_max_largest\nkernel,stable to 499,17536.2\n")
+    (table := tmp_path / "compare.csv").write_text(f"run,ended,max_logit_max_largest\nkernel,stable to 499,{logit}\n")
     ended = STABLE | how_ended(tmp_path, table)
-    assert verdict(ended) == (UNVERIFIED, "unverified: the kernel's run is stable to 499, with a logit of 17,536")
+    assert verdict(ended) == (UNVERIFIED, f"unverified: the kernel's run is stable to 499, with a logit of {told}")
 
 
 @pytest.mark.parametrize("option", ["--model.no-gated-attention", "--model.gated_attention"])

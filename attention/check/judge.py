@@ -205,6 +205,13 @@ OF_ONE_QUERY = 1.5
 bits leave 1 or less, right kernels 1.4 or less, a dK that is 1 % too large 2 or more, P in FP8 14 or more in dV."""
 
 
+def grows_over_queries(cancelling: dict[str, float], gaussian: dict[str, float]) -> bool:
+    """Whether dK or dV is off where its sums over queries cancel, and at most half as much, over plain's error, in gaussian inputs, or
+    these show no error. A query that is lost shows in both."""
+    beyond = [f"ratio_{x}" for x in ("dk", "dv") if cancelling.get(f"ratio_{x}", 0) > RATIO_AT_RISK]
+    return bool(beyond) and all(2 * gaussian.get(name, 0) <= cancelling[name] for name in beyond)
+
+
 def added(name: str, found: dict[str, float]) -> str | None:
     """Advice on the errors of one class where it tells that sums in 16 bits make them, "" where it tells that they do not, or None."""
     beyond = [x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK]

@@ -145,7 +145,7 @@ class Report:
         if self.causal is None and only_full and {case.name for case in raised} >= DECISIVE:
             lines.append("if the kernel has no causal mask: --no-causal")
             not_for = []
-        elif self.causal is None and tried_full and tried_full == of[judge.WRONG]:
+        elif self.causal is None and tried_full and tried_full == of[judge.WRONG] and all(map(_is_other_o, tried_full)):
             lines.append("if the kernel is for causal attention alone: --causal")
         elif self.causal is None and raised_full and not tried_full:
             lines.append("if the kernel is for causal attention alone: --causal")
@@ -164,8 +164,9 @@ class Report:
         of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
         made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
         advice = {judge.added(case.name, case.measures) for case in made} - {None}
-        if {case.name for case in judged} - {case.name for case in made} >= {"cancelling_queries"}:
-            advice.discard(judge.ADDED_OVER_QUERIES)  # the class that is made for it saw nothing
+        measured = {case.name: case.measures for case in made}
+        if not judge.grows_over_queries(measured.get("cancelling_queries", {}), measured.get("gaussian", {})):
+            advice.discard(judge.ADDED_OVER_QUERIES)
         mend += [f"errors: {x}" for x in sorted(filter(None, advice)) if "" not in advice]
         if any(case.name == "gaussian" and judge.has_fewer_bits(case.measures) for case in made):
             mend.append(judge.FEWER_BITS)
@@ -240,6 +241,11 @@ def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
             for what in (case.reason.partition(": ")[0], *["delta or P"] * ("; delta or P: " in case.reason)):
                 found.setdefault(what, []).append(case.name)
     return found
+
+
+def _is_other_o(case: Case) -> bool:
+    """As where a kernel ignores that a class is not causal."""
+    return case.measures.get("size_o", 0) > judge.SIZE_WRONG
 
 
 def _by_reason(title: str, pairs: Iterable[tuple[str, str]]) -> list[str]:

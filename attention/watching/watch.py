@@ -241,10 +241,14 @@ class Watch:
         versions = [parameter._version for parameter in model.parameters() if parameter.requires_grad]
         if self._passes == 1:
             steps = self._any_step  # without self: the hook is torch's, and would keep the model
-            self._hooks.append(register_optimizer_step_post_hook(lambda *_: steps.add(True)))
-        elif versions and versions == self._versions and not self._any_step:
-            each = "each forward pass counts as a step: give optimizer= where gradients accumulate"
-            self._say(f"watch: no weight changed between the first two passes, and {each}")
+            self._first_pass = register_optimizer_step_post_hook(lambda *_: steps.add(True))
+            self._hooks.append(self._first_pass)
+            weakref.finalize(self, self._first_pass.remove)
+        else:
+            self._first_pass.remove()
+            if versions and versions == self._versions and not self._any_step:
+                each = "each forward pass counts as a step: give optimizer= where gradients accumulate"
+                self._say(f"watch: no weight changed between the first two passes, and {each}")
         self._versions = versions
 
     def _warn_of_inference_paths(self, model: nn.Module) -> None:
