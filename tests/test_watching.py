@@ -392,6 +392,15 @@ def test_passes_that_accumulate_gradients_are_told_that_they_count_as_steps(
     assert sum("no weight changed" in line for line in said) == told
 
 
+def test_a_step_of_another_models_optimizer_is_no_step_of_the_watched_one() -> None:
+    said, other = [], torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    with watch(model := Model(), say=said.append):
+        for _ in range(2):
+            model(data()).backward()
+            other.step()
+    assert any("no weight changed" in line for line in said)
+
+
 def test_another_number_of_calls_is_one_warning() -> None:
     """As where layers are skipped at random: another layer has that number then."""
     model = Model()

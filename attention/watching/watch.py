@@ -72,8 +72,8 @@ class Watch:
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
         self._versions: list[int] = []
         """Of the weights in the first pass."""
-        self._any_step: set[bool] = set()
-        """Whether any optimizer has made a step since."""
+        self._stepped_since = False
+        """Whether an optimizer that holds some of them has made a step since."""
         self._log = open_log(Path(chosen["log"])) if chosen["log"] else None
         self._back_to = chosen["back_to"]
         """Step from which on the log's records are to count no more; the next record says so."""
@@ -240,13 +240,19 @@ class Watch:
         """torch counts what is written to a tensor, but not by a fused step or through ``.data``: a hook tells an optimizer's steps."""
         versions = [parameter._version for parameter in model.parameters() if parameter.requires_grad]
         if self._passes == 1:
-            steps = self._any_step  # without self: the hook is torch's, and would keep the model
-            self._first_pass = register_optimizer_step_post_hook(lambda *_: steps.add(True))
+            watched = weakref.ref(self)  # the hook is torch's, and would keep the model
+
+            def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+                held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                if (watch := watched()) is not None and not held.isdisjoint(map(id, watch._model.parameters())):
+                    watch._stepped_since = True
+
+            self._first_pass = register_optimizer_step_post_hook(stepped)
             self._hooks.append(self._first_pass)
             weakref.finalize(self, self._first_pass.remove)
         else:
             self._first_pass.remove()
-            if versions and versions == self._versions and not self._any_step:
+            if versions and versions == self._versions and not self._stepped_since:
                 each = "each forward pass counts as a step: give optimizer= where gradients accumulate"
                 self._say(f"watch: no weight changed between the first two passes, and {each}")
         self._versions = versions
