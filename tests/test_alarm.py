@@ -109,19 +109,17 @@ def test_a_threshold_that_no_rule_can_have_is_refused_in_one_line(field: str, va
         GrowthRule(**{field: value})
 
 
-@pytest.mark.parametrize(("logit", "exponent", "runs_away"), [(2500, 9, True), (1900, 9, False), (2500, 7, False)])
-def test_a_head_whose_logits_grow_far_too_fast_runs_away_at_once(
-    logit: float, exponent: float, runs_away: bool
-) -> None:
+@pytest.mark.parametrize(("logit", "exponent", "flagged"), [(2500, 9, True), (1900, 9, False), (2500, 7, False)])
+def test_a_head_whose_logits_grow_far_too_fast_is_flagged_at_once(logit: float, exponent: float, flagged: bool) -> None:
     """One head of twelve, at the first probe, where half of the heads would be late."""
     logits = torch.full((2, 12), 50.0, dtype=torch.float64)
     logits[1, 3], logits[0, 3] = logit, logit / 1.5**exponent
     found = growth([Probe(c, logits[i], logits[i]) for c, i in ((70.0, 0), (100.0, 0), (150.0, 1))], GrowthRule())
     assert found is not None
-    assert found[0].nonzero().tolist() == [[3]] * runs_away
+    assert found[0].nonzero().tolist() == [[3]] * flagged
 
 
-def test_a_sudden_layer_runs_away_at_the_first_probe_with_another_far_enough_before_it() -> None:
+def test_a_sudden_layer_is_flagged_at_the_first_probe_with_another_far_enough_before_it() -> None:
     courses = ((1.0, 10.0), (1.1, 10.0), (1.2, 20.0), (1.35, 9000.0))
     grown = [Probe(clock, *torch.full((2, 1), logit).double()) for clock, logit in courses]
     assert growth(grown[:3], GrowthRule()) is None
@@ -133,10 +131,10 @@ def test_a_sudden_layer_runs_away_at_the_first_probe_with_another_far_enough_bef
     assert growth(late[:2], GrowthRule()) is None
     assert growth(late, GrowthRule())
     # The other part of the rule needs its number of probes.
-    for rule, runs_away in ((GrowthRule(), True), (GrowthRule(sudden_logit=1e9, share=0.0), False)):
+    for rule, flagged in ((GrowthRule(), True), (GrowthRule(sudden_logit=1e9, share=0.0), False)):
         found = growth(grown, rule)
         assert found is not None
-        assert found[0].tolist() == [runs_away]
+        assert found[0].tolist() == [flagged]
 
 
 @pytest.mark.parametrize("probes", [1, 2, 3])
@@ -144,14 +142,14 @@ def test_any_number_of_probes_can_agree(probes: int) -> None:
     alarm = GrowthAlarm(GrowthRule(probes=probes, sudden_logit=1e30))
     for step in range(1, 60):
         alarm.update(step, float(step), {0: [(step / 10) ** 6] * 2})
-    assert list(alarm.ran_away) == [0]
+    assert list(alarm.flagged) == [0]
 
 
-def test_a_head_that_begins_below_0_can_run_away() -> None:
+def test_a_head_that_begins_below_0_can_be_flagged() -> None:
     alarm = GrowthAlarm()
     for step, logit in ((10, -1.0), (20, 5e3), (30, 2e4)):
         alarm.update(step, float(step), {0: [logit]})
-    assert alarm.ran_away == {0: 20}
+    assert alarm.flagged == {0: 20}
 
 
 # ---- in a run
@@ -192,7 +190,7 @@ def without_gradients(step: int, *, layer: int | None = None) -> dict[str, Any]:
     return found
 
 
-RUNS_AWAY = [look(step, (step / 100) ** 4) for step in range(100, 1001, 100)]
+FLAGGED = [look(step, (step / 100) ** 4) for step in range(100, 1001, 100)]
 NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
 
 
@@ -214,7 +212,7 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([look(0, 50.0, dq_error=[0.01, 2.0], delta_error=[1e-7, 1e-3])], "SUSPECT"),
         ([look(0, 50.0, dq_error=[0.01, 2.0], delta_error=[1e-7, 1e-7])], "UNCLEAR"),
         ([look(step, 50.0, dq_error=[2.0] * 2, o_error=[0.1] * 2) for step in range(4)], "UNCLEAR"),
-        (RUNS_AWAY, "SUSPECT"),
+        (FLAGGED, "SUSPECT"),
         ([look(0, 50.0, nan_made=[0.0, 1.0]), look(100, math.nan)], "KERNEL"),
         ([without_gradients(step) for step in range(5)], "UNCLEAR"),
         ([without_gradients(step, layer=0) for step in range(5)], "UNCLEAR"),
@@ -224,7 +222,7 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([look(step, 50.0) | {"hidden": 1} for step in range(5)], "UNCLEAR"),
         ([*(look(step, 50.0) for step in range(4)), NO_GRADIENT], "UNCLEAR"),
         ([NO_GRADIENT, *(look(step, 50.0) for step in range(5, 9))], "NO"),
-        ([*RUNS_AWAY, look(1100, 2e4, dq_error=[math.nan] * 2)], "SUSPECT"),
+        ([*FLAGGED, look(1100, 2e4, dq_error=[math.nan] * 2)], "SUSPECT"),
         ([look(step, 1500.0, dq_error=[math.nan] * 2) for step in range(4)], "SUSPECT"),
     ],
 )
@@ -378,17 +376,17 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_layer_and_step(delta: f
 
 
 @pytest.mark.parametrize(("layers", "name"), [({}, 1), ({"layers": [3, 7]}, 7)])
-def test_the_layer_that_ran_away_is_named_with_its_step(layers: dict[str, list[int]], name: int) -> None:
+def test_the_layer_that_was_flagged_is_named_with_its_step(layers: dict[str, list[int]], name: int) -> None:
     # Past 500 first at (step / 100)^4 with step 500; two looks must agree.
-    assert answer([one | layers for one in RUNS_AWAY])[1].startswith(f"Layer {name} ran away at step 600")
+    assert answer([one | layers for one in FLAGGED])[1].startswith(f"Layer {name} was flagged at step 600")
 
 
-def test_the_errors_of_the_layer_that_ran_away_are_told() -> None:
+def test_the_errors_of_the_layer_that_was_flagged_are_told() -> None:
     records = [
         look((i + 1) * 100, (i + 1.0) ** 4, dq_error=[0.0, i / 10], row_residual=[2e-7, 1e-7 * i]) for i in range(9)
     ]
     errors = "dq_error 0.5 to 0.8 of dQ, row_residual 5e-07 to 8e-07 of delta, in its worst head."
-    assert answer(records)[1] == f"Layer 1 ran away at step 600; from then on {errors}"
+    assert answer(records)[1] == f"Layer 1 was flagged at step 600; from then on {errors}"
 
 
 def test_a_file_of_two_runs_is_refused() -> None:

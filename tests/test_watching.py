@@ -785,23 +785,23 @@ def growing(steps: range, log: Path | None = None, power: float = 4.0) -> tuple[
     return seen, said
 
 
-@pytest.mark.parametrize(("power", "runs_away"), [(4.0, True), (2.0, False)])
-def test_a_layer_that_runs_away_is_named_in_one_line(power: float, runs_away: bool) -> None:
+@pytest.mark.parametrize(("power", "flagged"), [(4.0, True), (2.0, False)])
+def test_a_layer_that_is_flagged_is_named_in_one_line(power: float, flagged: bool) -> None:
     seen, said = growing(range(40), power=power)
-    assert list(seen.ran_away) == [0] * runs_away
+    assert list(seen.flagged) == [0] * flagged
     assert len(seen._alarm._probes[0]) < 15  # of 40: those behind the window are dropped
     *told, last = said
-    assert sum("runs away" in line and "growing like the steps to the power" in line for line in told) == runs_away
+    assert sum("is flagged" in line and "growing like the steps to the power" in line for line in told) == flagged
     assert all("layer 0" in line and "\n" not in line and len(line) < 200 for line in said)
     largest = max(seen.record["max_logit"][0])  # it grew to the end
     assert last.startswith(f"watch: largest logit {largest:.4g}, at step 39 in attention layer 0 of layers 0 to 0")
-    assert ("45,426" in last) == (largest > 45_426) == runs_away
+    assert ("45,426" in last) == (largest > 45_426) == flagged
 
 
 def test_large_logits_are_told_when_they_come_once_a_run(tmp_path: Path) -> None:
     """Above 1,000 and past the FMA threshold; a resumed run, which begins past both, tells the second."""
     _, said = growing(range(40), log=tmp_path / "log", power=4.0)
-    told = [line for line in said[:-1] if "runs away" not in line]
+    told = [line for line in said[:-1] if "is flagged" not in line]
     assert [line.rpartition("; ")[2].partition(":")[0] for line in told] == ["above 1,000", "past 45,426"]
     step, logit = next((r["step"], x) for r in read_log(tmp_path / "log") if (x := max(r["max_logit"][0])) > 1000)
     assert told[1].endswith("; past 45,426: run the control, from a checkpoint with logits below 1,000")
@@ -829,7 +829,7 @@ def test_from_an_earlier_checkpoint_later_steps_count_no_more_and_are_kept(tmp_p
     before = log.read_bytes()
     log.write_bytes(before + before[:40])
     again, _ = growing(range(6, 40), log)
-    assert again.ran_away == straight.ran_away
+    assert again.flagged == straight.flagged
     assert read_log(log) == read_log(tmp_path / "straight")
     assert log.read_bytes().startswith(before)
 

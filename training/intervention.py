@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attention.plan import LayerPlan, switched
-from attention.watching.growth import GrowthAlarm, GrowthRule, RunsAway
+from attention.watching.growth import Flagged, GrowthAlarm, GrowthRule
 from errors import UserError, check_types, invalid
 from training.checkpoint import Loaded
 
@@ -70,8 +70,8 @@ class AlarmConfig:
         return GrowthAlarm(self.rule, warm_up if self.warm_up < 0 else self.warm_up)
 
 
-def update_alarm(alarm: GrowthAlarm, record: dict[str, Any]) -> list[RunsAway]:
-    """Take in a record of ``telemetry.jsonl``; the layers that the rule names."""
+def update_alarm(alarm: GrowthAlarm, record: dict[str, Any]) -> list[Flagged]:
+    """Take in a record of ``telemetry.jsonl``; the layers that the rule flags."""
     logits, norms = (dict(enumerate(record[name])) for name in ("max_logit", "qk_head_norm"))
     return alarm.update(record["step"], record["lr_sum"], logits, norms)
 

@@ -1,4 +1,4 @@
-"""The rule that says when a layer runs away: logits of many heads are large, and a head grows faster than training can drift; or a
+"""The rule by which the alarm flags a layer: logits of many heads are large, and a head grows faster than training can drift; or a
 head's logits are large and grow faster by far.
 
 Under AdamW or Muon a step moves a weight by about the learning rate at most, so the natural clock is c, the sum of the learning rates so
@@ -49,7 +49,7 @@ class GrowthRule:
     probes: int = 2
     """Probes in a row that must agree."""
     sudden_exponent: float = 8.0
-    """A head whose largest logit grows like this power of the clock runs away by itself, at the first probe that sees it, ..."""
+    """A head whose largest logit grows like this power of the clock is flagged by itself, at the first probe that sees it, ..."""
     sudden_logit: float = 2000.0
     """... if that logit is this large."""
 
@@ -79,19 +79,19 @@ class Probe:
 
 
 def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] | None:
-    """The rule at the last of a layer's probes: which heads run away, [H] bool, and the power of the clock that each grows like, [H].
+    """The rule at the last of a layer's probes: which heads it flags, [H] bool, and the power of the clock that each grows like, [H].
 
     None where no probe is far enough before it to tell.
     """
-    run_away, start = torch.tensor(True), None
+    flagged, start = torch.tensor(True), None
     for end in range(max(0, len(probes) - rule.probes), len(probes)):
         start = window_start(probes, end, rule.window)
         if start is None:  # of the last probe alone the sudden part of the rule can be told
-            run_away = torch.tensor(False)
+            flagged = torch.tensor(False)
             continue
         exponent = _exponent(probes[start], probes[end])
         large = large_logits(probes[end].logit_H, rule)
-        run_away = run_away & (exponent >= rule.exponent) & large & (large.double().mean() >= rule.share)
+        flagged = flagged & (exponent >= rule.exponent) & large & (large.double().mean() >= rule.share)
     last = probes[-1]
     begun = next((probe for probe in itertools.islice(probes, len(probes) - 1) if probe.clock > 0), None)
     if begun is None:
@@ -100,8 +100,8 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
     first = begun if start is None else probes[start]
     factor = max(last.clock / first.clock, rule.window) ** rule.sudden_exponent
     sudden = last.logit_H / first.logit_H.clamp(min=0) >= factor
-    run_away = run_away | (sudden & (last.logit_H >= rule.sudden_logit))
-    return (run_away, _exponent(first, last)) if start is not None or run_away.any() else None
+    flagged = flagged | (sudden & (last.logit_H >= rule.sudden_logit))
+    return (flagged, _exponent(first, last)) if start is not None or flagged.any() else None
 
 
 def large_logits(logit_H: Tensor, rule: GrowthRule) -> Tensor:
@@ -121,8 +121,8 @@ def _exponent(before: Probe, after: Probe) -> Tensor:
     return torch.where(after.norm_H.isfinite(), exponent, math.inf)
 
 
-class RunsAway(NamedTuple):
-    """A layer that runs away, at the probe of ``step``; ``told``: the same in words."""
+class Flagged(NamedTuple):
+    """A layer that is flagged, at the probe of ``step``; ``told``: the same in words."""
 
     step: int
     layer: int
@@ -135,13 +135,13 @@ class RunsAway(NamedTuple):
 
 
 class GrowthAlarm:
-    """The rule over the probes of one run, in order; it names a layer once. ``warm_up``: steps at the start that it does not look at;
+    """The rule over the probes of one run, in order; it flags a layer once. ``warm_up``: steps at the start that it does not look at;
     ``clock_is``: what the clock is, in words."""
 
     def __init__(self, rule: GrowthRule | None = None, warm_up: int = 0, clock_is: str = RATE):
         self.rule, self.warm_up, self.clock_is = rule or GrowthRule(), warm_up, clock_is
-        self.ran_away: dict[int, int] = {}
-        """Step at which a layer ran away."""
+        self.flagged: dict[int, int] = {}
+        """Step at which a layer was flagged."""
         self._probes: dict[int, list[Probe]] = {}
 
     @property
@@ -154,8 +154,8 @@ class GrowthAlarm:
         clock: float,
         logits: Mapping[int, Sequence[float]],
         norms: Mapping[int, Sequence[float]] | None = None,
-    ) -> list[RunsAway]:
-        """Take in a probe; the layers that it names.
+    ) -> list[Flagged]:
+        """Take in a probe; the layers that it flags.
 
         Args:
             clock: sum of the learning rates of the steps so far, in any unit, or what ``clock_is`` says.
@@ -176,16 +176,16 @@ class GrowthAlarm:
             # No later probe measures from before this one's window.
             past = window_start(probes, max(0, len(probes) - self.rule.probes), self.rule.window) or 0
             del probes[:past]
-            if found is None or not found[0].any() or layer in self.ran_away:
+            if found is None or not found[0].any() or layer in self.flagged:
                 continue
-            self.ran_away[layer] = step
-            run_away_H, exponent_H = found
-            heads = sorted(run_away_H.nonzero().flatten().tolist(), key=lambda head: -exponent_H[head].item())
+            self.flagged[layer] = step
+            flagged_H, exponent_H = found
+            heads = sorted(flagged_H.nonzero().flatten().tolist(), key=lambda head: -exponent_H[head].item())
             exponent, large = exponent_H[heads[0]].item(), int(large_logits(logit_H, self.rule).sum())
             told = (
-                f"step {step}: attention layer {layer} runs away: largest logit {heads_logits[heads[0]]:.4g} in head {heads[0]}, "
+                f"step {step}: attention layer {layer} is flagged: largest logit {heads_logits[heads[0]]:.4g} in head {heads[0]}, "
                 f"growing like the {self.clock_is} to the power {exponent:.1f}; {large} of {len(heads_logits)} heads above "
                 f"{self.rule.logit:g}"
             )
-            named.append(RunsAway(step, layer, tuple(heads), told))
+            named.append(Flagged(step, layer, tuple(heads), told))
         return named

@@ -1,7 +1,7 @@
 """What a file of ``watch`` says of its steps:
 
 - KERNEL: attention's backward pass made a NaN in dQ from finite inputs.
-- SUSPECT: a layer ran away, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000.
+- SUSPECT: a layer was flagged, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000.
 - NO: none of these, logits below 100, three records with the gradient of every layer, and the model hides no attention. No layer's O or sum
   of dQ is far off, and no logit ceased to be finite behind steps that were not seen.
 - UNCLEAR: all else.
@@ -119,7 +119,8 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     for record in finite:
         alarm.update(record["step"], record["clock"], dict(zip(layers, record["max_logit"], strict=True)))
     gone = [
-        f"Layer {layer} ran away at step {step}{_since(finite, layer, step)}." for layer, step in alarm.ran_away.items()
+        f"Layer {layer} was flagged at step {step}{_since(finite, layer, step)}."
+        for layer, step in alarm.flagged.items()
     ]
     measured = [record for record in finite if _is_measured(record) and not _overflowed(record)]
     judges = top < SMALL_LOGIT and len(finite) >= FEW
@@ -181,7 +182,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
             f"Slow growth is not judged: {clock}. See in the table whether logits pass 1,000 before the loss rises."
         )
     few = f", and {FEW} are needed to say more" if len(finite) < FEW else ""
-    return [f"UNCLEAR: no layer ran away in {len(finite)} record(s){few}. {advice}", largest, *notes]
+    return [f"UNCLEAR: no layer was flagged in {len(finite)} record(s){few}. {advice}", largest, *notes]
 
 
 def _since(finite: Sequence[dict[str, Any]], layer: int, step: int) -> str:

@@ -9,7 +9,7 @@ Training is not changed, but in two cases. Torch's encoder layers and attention 
 are looked at, and give other values at padded positions (it warns). Where a query is its key or value, too, outside a fused kernel,
 gradients are added in another order. A failure of the watch itself is one warning.
 
-A layer runs away by the rule of ``growth.py``, on largest logits.
+A layer is flagged by the rule of ``growth.py``, on largest logits.
 
 Legend: B batch, H heads, G key heads, T queries, S keys, D head dim.
 """
@@ -79,8 +79,8 @@ class Watch:
         """Step from which on the log's records are to count no more; the next record says so."""
         self.record: dict[str, Any] = {}
         self._alarm = GrowthAlarm(chosen["rule"], self._warm_up, self._clock_is)
-        self.ran_away = self._alarm.ran_away
-        """Step at which a layer ran away."""
+        self.flagged = self._alarm.flagged
+        """Step at which a layer was flagged."""
         self._largest: tuple[float, int, int] | None = None
         """Largest logit that was judged, its step and its layer."""
         self._fma_logit = FMA_LOGIT
@@ -469,14 +469,14 @@ class Watch:
             self._warn("W&B", f"W&B gets no table {goes_on}: {type(error).__name__}: {error}")
 
     def _recall(self, earlier: Sequence[dict[str, Any]]) -> None:
-        """Go on from a file's records: which layers ran away, and what growth is measured from."""
+        """Go on from a file's records: which layers were flagged, and what growth is measured from."""
         say, self._say_to = self._say_to, lambda line: None
         for record in earlier:
             self._judge(record)
         self._say_to, self._largest, self._not_finite = say, None, False
-        if self.ran_away:
-            layers = ", ".join(map(str, sorted(self.ran_away)))
-            say(f"watch: by the log attention layers {layers} ran away before step {self._first}")
+        if self.flagged:
+            layers = ", ".join(map(str, sorted(self.flagged)))
+            say(f"watch: by the log attention layers {layers} were flagged before step {self._first}")
         if earlier and self._first - earlier[-1]["step"] > 2 * self._every:
             say(f"watch: the log ends at step {earlier[-1]['step']}, and this run starts at {self._first}")
         if self._first > self._warm_up and not self._alarm.has_begun:
@@ -661,7 +661,7 @@ def watch(
         every: steps between two looks. Where modules inside are compiled, the first pass is looked at, too.
         log: JSONL file; each look appends a line: step, clock, ``attention`` (numerics of ``replace_sdpa``, ``register`` or our function,
             where all calls have one and none is hidden), and ``COLUMNS`` by layer and head. From records before ``start`` the alarm
-            takes growth, and which layers ran away; of those from ``start`` on the next record says that they count no more.
+            takes growth, and which layers were flagged; of those from ``start`` on the next record says that they count no more.
         optimizer: counts the steps, those that a ``GradScaler`` skips, too, and its largest learning rate is the alarm's clock. Without
             it a training forward pass is a step.
         wandb: a W&B run; a look adds a table to the row that the loop logs next (after two looks, the later one's).
@@ -670,7 +670,7 @@ def watch(
         start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes the first pass's learning
             rate for them, and until about 1.3 times ``start`` the alarm sees sudden growth only.
         rule: the alarm's thresholds.
-        say: called with a line when a logit first passes 1,000, a layer runs away or a kernel made a NaN, and at the end with the largest
+        say: called with a line when a logit first passes 1,000, a layer is flagged or a kernel made a NaN, and at the end with the largest
             logit.
 
     Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
