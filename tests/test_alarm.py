@@ -212,6 +212,12 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([look(0, 50.0, dq_error=[0.01, 2.0], delta_error=[1e-7, 1e-3])], "SUSPECT"),
         ([look(0, 50.0, dq_error=[0.01, 2.0], delta_error=[1e-7, 1e-7])], "UNCLEAR"),
         ([look(step, 50.0, dq_error=[2.0] * 2, o_error=[0.1] * 2) for step in range(4)], "UNCLEAR"),
+        (
+            [without_gradients(step) | {"o_error": [[0.0] * 2, [0.1] * 2]} for step in range(3)],
+            "UNCLEAR: O of layers 1 (0.14)",
+        ),
+        ([look(step, 50.0, o_error=[error] * 2) for step, error in enumerate([math.inf, math.inf, 0.001])], "NO"),
+        ([look(step, 50.0, dq_error=[0.5, 0.5]) for step in range(2)], "UNCLEAR: no layer was flagged in 2 record(s)"),
         (FLAGGED, "SUSPECT"),
         ([look(0, 50.0, nan_made=[0.0, 1.0]), look(100, math.nan)], "KERNEL"),
         ([without_gradients(step) for step in range(5)], "UNCLEAR"),
@@ -227,34 +233,24 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
     ],
 )
 def test_a_watched_run_is_judged_by_the_list_of_verdicts(records: list[dict[str, Any]], first: str) -> None:
-    assert answer(records)[0].split(":")[0] == first
+    assert answer(records)[0].startswith(first)
 
 
 @pytest.mark.parametrize(
-    ("logits", "advice"),
+    ("looks", "advice"),
     [
-        ([500.0], "If the run has failed, run the control; else go on watching. If this is"),
-        ([500.0, math.nan], "Run the control. If this is the control, its loss decides"),
-        ([2e3, math.nan], "Run the control. If this is the control, its loss decides"),
-        ([90.0], "Go on watching."),
+        ({0: 500.0}, "If the run has failed, run the control; else go on watching. If this is"),
+        ({0: 500.0, 1: math.nan}, "Run the control. If this is the control, its loss decides"),
+        ({0: 500.0, 100: math.nan}, "Watch each step (every=1) from an earlier checkpoint."),
+        ({0: 2e3, 1: math.nan}, "Run the control. If this is the control, its loss decides"),
+        ({0: 90.0}, "Go on watching."),
     ],
 )
-def test_the_advice_is_that_of_a_run_that_has_failed_where_it_surely_has(logits: list[float], advice: str) -> None:
-    assert f"record(s), and 3 are needed to say more. {advice}" in answer(list(map(look, range(2), logits)))[0]
+def test_the_advice_is_that_of_a_run_that_has_failed_where_it_surely_has(looks: dict[int, float], advice: str) -> None:
+    assert f"record(s), and 3 are needed to say more. {advice}" in answer([look(*one) for one in looks.items()])[0]
 
 
 EXACT_AT_ANY_LOGIT = "flash_consistent", "flash_delta_from_p_subtract_first", "standard", "sdpa_math"
-
-
-def test_after_steps_that_were_not_seen_the_advice_is_that_of_the_docs() -> None:
-    advice = "watch each step (every=1) from an earlier checkpoint"
-    assert advice.capitalize() in answer([look(0, 500.0), look(100, math.nan)])[0]
-    (row,) = [
-        line
-        for line in (Path(__file__).parents[1] / "docs" / "diagnosis.md").read_text().splitlines()
-        if line.startswith("| logits of 100 to 1,000")
-    ]
-    assert advice in row
 
 
 @pytest.mark.parametrize(
@@ -285,9 +281,9 @@ def test_a_no_ends_where_logits_cease_to_be_finite() -> None:
     assert last == "It says nothing of steps after 3."
 
 
-@pytest.mark.parametrize(("start", "told"), [(39_000, True), (0, False)])
-def test_a_replay_is_told_that_its_log_cannot_show_slow_growth(start: int, told: bool) -> None:
-    said = answer([look(start + step, 2e3) for step in range(5)])
+@pytest.mark.parametrize(("start", "looks", "told"), [(39_000, 5, True), (39_000, 1, False), (0, 5, False)])
+def test_a_replay_is_told_that_its_log_cannot_show_slow_growth(start: int, looks: int, told: bool) -> None:
+    said = answer([look(start + step, 2e3) for step in range(looks)])
     assert ("Slow growth is not judged: the clock (steps) grew 1.00 times here" in " ".join(said)) == told
 
 
@@ -310,10 +306,6 @@ def test_the_time_of_a_verdict_grows_like_the_length_of_its_log() -> None:
             sys.settrace(before)
         lines.append(count)
     assert lines[1] < 4.5 * lines[0]
-
-
-def test_of_one_record_no_growth_of_the_clock_is_told() -> None:
-    assert "Slow growth" not in " ".join(answer([look(0, 2e3)]))
 
 
 @pytest.mark.parametrize(
@@ -348,20 +340,6 @@ def test_where_dq_is_mostly_error_at_small_logits_the_kernel_is_to_be_tested_fir
     first, *rest = answer([look(step, 50.0, dq_error=[8.0, 8.0]) for step in range(4)])
     assert first.startswith("SUSPECT: ")
     assert any(TEST in line for line in rest)
-
-
-def test_an_o_that_is_not_attention_is_told_where_no_gradient_came() -> None:
-    looks = [look(step, 50.0, o_error=[0.1] * 2) | {"dq_error": [None] * 2} for step in range(3)]
-    assert answer(looks)[0].startswith("UNCLEAR: O of layers 1 (0.14)")
-
-
-def test_an_o_that_is_not_finite_has_no_part_in_whether_it_is_attention() -> None:
-    looks = [look(step, 50.0, o_error=[error] * 2) for step, error in enumerate([math.inf, math.inf, 0.001])]
-    assert answer(looks)[0].startswith("NO: ")
-
-
-def test_two_records_do_not_make_a_kernel_wrong() -> None:
-    assert TEST not in " ".join(answer([look(step, 50.0, dq_error=[0.5, 0.5]) for step in range(2)]))
 
 
 @pytest.mark.parametrize(
@@ -430,10 +408,6 @@ def test_the_table_has_eight_looks_of_each_layer_that_is_not_frozen_and_no_nan()
     assert rows[0].split()[1:-4] == ["9", "200", "900", "950", "800", "60,000", "70,000", "90,000"]
 
 
-def test_the_table_has_large_logits_without_an_exponent() -> None:
-    assert table([look(0, 123_456.0)])[-1].split()[1] == "123,456"
-
-
 def test_main_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "watch.jsonl"
     path.write_text('{"step": 0, "clock": 0, "max_logit": [["nan"]]}\n')
@@ -448,12 +422,6 @@ def test_main_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_other_arguments_than_a_file_are_refused(arguments: list[str]) -> None:
     with pytest.raises(UserError, match=r"\(see --help\)$"):
         main(arguments)
-
-
-def test_the_command_tells_its_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert capsys.readouterr().out.startswith("usage: python -m low_precision_attention.watching [-h] FILE")
 
 
 def test_the_command_says_a_mistake_in_one_line() -> None:
