@@ -24,7 +24,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -44,14 +43,6 @@ from .passes import COMPILED, QKV, Pass, compiled_within, may_attend, plain_mask
 
 SHOWN = 8
 """Modules named in a line."""
-
-
-@dataclass
-class _Forward:
-    counts: bool
-    """Whether it is one of training."""
-    seeing: Pass | None = None
-    """Where its calls are looked at."""
 
 
 class Watch:
@@ -98,6 +89,7 @@ class Watch:
         self._recall(earlier)
         self._lock, self._process = threading.RLock(), os.getpid()
         self._local = threading.local()
+        """``seeing``: while a pass of training runs, what looks at its calls, or None."""
         self._seeing: set[Pass] = set()
         """Passes of all threads."""
         self._hooks: list[Any] = [
@@ -196,14 +188,14 @@ class Watch:
             return  # compiled in the middle of a run: close() says so
         if model is not self._model or os.getpid() != self._process:
             return
-        interrupted: _Forward | None = self._local.__dict__.pop("forward", None)
-        if interrupted is not None and interrupted.seeing is not None:  # torch ran no hook at its end, as after Ctrl-C
-            self._cut_short(interrupted.seeing)
+        interrupted: Pass | None = self._local.__dict__.pop("seeing", None)
+        if interrupted is not None:  # torch ran no hook at its end, as after Ctrl-C
+            self._cut_short(interrupted)
         # Activation checkpointing calls the model again in the backward pass; a reentrant one had no gradients before.
         again = torch._C._current_graph_task_id() != -1 and within_checkpoint()
-        forward = self._local.forward = _Forward(model.training and torch.is_grad_enabled() and not again)
-        if not forward.counts:
+        if again or not (model.training and torch.is_grad_enabled()):
             return
+        self._local.seeing = None
         with self._lock:
             self._passes += 1
             if self._counts and self._passes <= 2:
@@ -221,18 +213,18 @@ class Watch:
                 _count_skipped(self)  # again: whoever had wrapped it before may have undone both
             look = self._look = Look(self._step, self._clock, self._sequences, self._guard, self._complete)
             self._looked_at = self._step
-            forward.seeing = Pass(look, self._attend)
-            self._seeing.add(forward.seeing)
+            seeing = self._local.seeing = Pass(look, self._attend)
+            self._seeing.add(seeing)
         try:
             if self._hidden is None:
                 self._warn_of_inference_paths(model)
-            forward.seeing.open(model, names=self._hidden is None)
+            seeing.open(model, names=self._hidden is None)
         except Exception as error:
             refused = isinstance(error, ValueError)
             if refused and self._passes == 1:
                 raise
-            self._cut_short(forward.seeing)
-            forward.seeing, self._looked_at = None, self._step
+            self._cut_short(seeing)
+            self._local.seeing, self._looked_at = None, self._step
             failed = f"measuring failed, and the training goes on: {type(error).__name__}: {error}"
             self._warn("compiled" if refused else "open", str(error).removeprefix("watch: ") if refused else failed)
 
@@ -274,11 +266,11 @@ class Watch:
     def _end(self, model: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or model is not self._model or os.getpid() != self._process:
             return
-        forward: _Forward | None = self._local.__dict__.pop("forward", None)
-        if forward is None or not forward.counts:
+        if not hasattr(self._local, "seeing"):
             return
+        seeing: Pass | None = self._local.__dict__.pop("seeing")
         failed = output is None and sys.exc_info()[1] is not None
-        if (seeing := forward.seeing) is not None and failed:
+        if seeing is not None and failed:
             self._cut_short(seeing)
         elif seeing is not None:
             seeing.close()
@@ -364,14 +356,14 @@ class Watch:
         """
         if torch.compiler.is_compiling():
             return
-        forward: _Forward | None = getattr(self._local, "forward", None)
-        seeing = None if forward is None else forward.seeing
+        seeing: Pass | None = getattr(self._local, "seeing", None)
         if seeing is None or seeing.over:
             return
         number, seeing.seen, seeing.given = seeing.seen, seeing.seen + 1, seeing.given + (layer is not None)
         taken = seeing.look
         try:
-            _check_settings(_check_look(q, k, v, o, layer, layout), mask, causal, scale, softcap, sinks, dropout)
+            numbers = {"causal": causal, "scale": scale, "softcap": softcap, "dropout": dropout}
+            _check_settings(_check_look(q, k, v, o, layer, layout), mask, sinks, numbers)
             if layer is not None and layer in taken:
                 itself = "calls of torch's scaled_dot_product_attention need no look(), as watch sees them itself"
                 raise ValueError(f"layer = {layer}: expected each layer once in a forward pass; {itself}")
@@ -571,7 +563,8 @@ def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | 
     if layer is not None and (type(layer) is not int or layer < 0):
         raise ValueError(f"layer = {layer!r}: expected a whole number of 0 or more")
     heads, length = (1, 2) if layout == "BHTD" else (2, 1)
-    for name, x in (("q", q), ("k", k), ("v", v), ("o", q if o is None else o)):
+    given = {"q": q, "k": k, "v": v} | ({} if o is None else {"o": o})
+    for name, x in given.items():
         if not isinstance(x, Tensor) or x.ndim != 4:
             shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} = {shape}: expected a tensor [{', '.join(layout)}]")
@@ -583,29 +576,25 @@ def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | 
     }
     for name, right in fits.items():
         if not right:
-            wrong = {"k": k, "v": v, "o": q if o is None else o}[name]
-            raise ValueError(f"{name} = {list(wrong.shape)}: expected a shape that fits q {list(q.shape)}, {layout}")
+            raise ValueError(
+                f"{name} = {list(given[name].shape)}: expected a shape that fits q {list(q.shape)}, {layout}"
+            )
     return [B, H, T, S]
 
 
-def _check_settings(
-    shape: list[int],
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout: float,
-) -> None:
-    rights = {
-        "causal": (causal, causal is None or not math.isnan(_number(causal)), "True or False"),
-        "scale": (scale, scale is None or math.isfinite(_number(scale)), "a finite number or None"),
-        "softcap": (softcap, softcap is None or 0 <= _number(softcap) < math.inf, "a finite number of 0 or more"),
-        "dropout": (dropout, dropout is None or 0 <= _number(dropout) <= 1, "a number from 0 to 1"),
-    }
-    for name, (value, right, expected) in rights.items():
-        if not right:
-            raise ValueError(f"{name} = {value!r}: expected {expected}")
+_LARGEST = sys.float_info.max
+_NUMBERS = {
+    "causal": (-math.inf, math.inf, "True or False"),
+    "scale": (-_LARGEST, _LARGEST, "a finite number or None"),
+    "softcap": (0, _LARGEST, "a finite number of 0 or more"),
+    "dropout": (0, 1, "a number from 0 to 1"),
+}
+
+
+def _check_settings(shape: list[int], mask: Tensor | None, sinks: Tensor | None, numbers: dict[str, Any]) -> None:
+    for name, (least, most, expected) in _NUMBERS.items():
+        if numbers[name] is not None and not least <= _number(numbers[name]) <= most:
+            raise ValueError(f"{name} = {numbers[name]!r}: expected {expected}")
     if sinks is not None and (not isinstance(sinks, Tensor) or sinks.shape != (shape[1],)):
         given = list(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
         raise ValueError(f"sinks = {given}: expected a tensor [H], H = {shape[1]}")
