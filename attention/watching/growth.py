@@ -90,7 +90,7 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
             flagged = torch.tensor(False)
             continue
         exponent = _exponent(probes[start], probes[end])
-        large = large_logits(probes[end].logit_H, rule)
+        large = probes[end].logit_H >= rule.logit
         flagged = flagged & (exponent >= rule.exponent) & large & (large.double().mean() >= rule.share)
     last = probes[-1]
     begun = next((probe for probe in itertools.islice(probes, len(probes) - 1) if probe.clock > 0), None)
@@ -102,11 +102,6 @@ def growth(probes: Sequence[Probe], rule: GrowthRule) -> tuple[Tensor, Tensor] |
     sudden = last.logit_H / first.logit_H.clamp(min=0) >= factor
     flagged = flagged | (sudden & (last.logit_H >= rule.sudden_logit))
     return (flagged, _exponent(first, last)) if start is not None or flagged.any() else None
-
-
-def large_logits(logit_H: Tensor, rule: GrowthRule) -> Tensor:
-    """Which heads have logits that can do harm, [H] bool."""
-    return logit_H >= rule.logit
 
 
 def window_start(probes: Sequence[Probe], end: int, window: float) -> int | None:
@@ -181,7 +176,7 @@ class GrowthAlarm:
             self.flagged[layer] = step
             flagged_H, exponent_H = found
             heads = sorted(flagged_H.nonzero().flatten().tolist(), key=lambda head: -exponent_H[head].item())
-            exponent, large = exponent_H[heads[0]].item(), int(large_logits(logit_H, self.rule).sum())
+            exponent, large = exponent_H[heads[0]].item(), int((logit_H >= self.rule.logit).sum())
             told = (
                 f"step {step}: attention layer {layer} is flagged: largest logit {heads_logits[heads[0]]:.4g} in head {heads[0]}, "
                 f"growing like the {self.clock_is} to the power {exponent:.1f}; {large} of {len(heads_logits)} heads above "

@@ -95,9 +95,9 @@ class Look:
         as torch's function.
         """
         # The hooks below outlive this call. What they hold must not hold q or o: a graph that its own hooks keep is never freed.
-        sequences, dtype = self._sequences, (q if o is None else o).dtype
-        whole = q if o is None else o
-        dimensions, one_head = whole.ndim, whole.ndim == 2 or (whole.ndim == 3 and not grouped)
+        whole, sequences = q if o is None else o, self._sequences
+        dtype, dimensions = whole.dtype, whole.ndim
+        one_head = dimensions == 2 or (dimensions == 3 and not grouped)
         batch = whole.shape[: -2 if one_head else -3]  # to which torch broadcasts q, k, v and the mask
 
         def first(x: Tensor) -> Tensor:

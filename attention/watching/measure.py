@@ -228,7 +228,7 @@ def measure(call: Call) -> dict[str, Tensor]:
     if call.dq_BHTD is not None:
         dq = dq.where((whole["max"] != -math.inf)[..., None], 0.0)
         if do is not None:
-            wrong, exact = ((x).sum(dim=(0, 2)).norm(dim=-1) for x in (call.dq_BHTD.float() - dq, dq))
+            wrong, exact = (x.sum(dim=(0, 2)).norm(dim=-1) for x in (call.dq_BHTD.float() - dq, dq))
             # Of the layer: a head of one-hot rows has hardly a gradient, and nothing is large beside that.
             columns["dq_error"] = _over(wrong, exact.norm())
         read = torch.stack([x.isfinite().all() for x in (q, k, v, o, call.do_BHTD) if x is not None]).all()
@@ -251,9 +251,8 @@ def _row_sums(call: Call) -> Tensor | None:
     try:
         with torch.enable_grad(), torch.autocast(call.q_BHTD.device.type, enabled=False):
             return rows_from_outside(call.kernel, inputs)
-    except (
-        Exception
-    ):  # whatever a foreign attention raises that takes no call of a few sequences, or has no backward pass
+    # Foreign attention may take no call of a few sequences, or have no backward pass, and raises what it likes.
+    except Exception:
         return None
 
 

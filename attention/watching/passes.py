@@ -254,28 +254,24 @@ def may_attend(model: nn.Module) -> list[str]:
 
 
 _stances: list[Any] = []
-_uncompiled_passes = 0
+"""One for each pass that runs uncompiled. The first has what was in force before."""
 
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """What is compiled runs uncompiled, in all threads, as torch has one stance for the process: until the last pass is over."""
-    global _uncompiled_passes
     with _LOCK:
         try:
-            stance = torch.compiler.set_stance("force_eager")
+            _stances.append(torch.compiler.set_stance("force_eager"))
         except RuntimeError:  # the pass is compiled around its own hooks
             raise ValueError(COMPILED) from None
-        if not _uncompiled_passes:
-            _stances.append(stance)
-        _uncompiled_passes += 1
     try:
         yield
     finally:
         with _LOCK:
-            _uncompiled_passes -= 1
-            if not _uncompiled_passes:
-                _stances.pop().__exit__(None, None, None)
+            stance = _stances.pop()
+            if not _stances:
+                stance.__exit__(None, None, None)
 
 
 _replaced: dict[str, tuple[int, Callable[..., Any]]] = {}

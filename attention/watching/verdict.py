@@ -108,10 +108,10 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
     largest = f"The largest logit of {span} is {top:.4g}, in layer {max(tops, key=tops.__getitem__)}."
     overflowed = [record for record in finite if _overflowed(record)]
-    for record in overflowed[-1:]:
-        layer, delta = _overflowed(record)[-1]  # the first in the backward pass
+    if overflowed:
+        layer, delta = _overflowed(overflowed[-1])[-1]  # the first in the backward pass
         where = f"The gradient of layer {layer} is not finite"
-        notes.insert(0, f"{where}, or too large to measure, at step {record['step']}.")
+        notes.insert(0, f"{where}, or too large to measure, at step {overflowed[-1]['step']}.")
     now = bool(overflowed) and (overflowed[-1] is finite[-1] or 2 * len(overflowed) >= len(finite))
     often = Counter(layer for record in finite for layer in _rounded(record))
     rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(finite) or layer in _rounded(finite[-1]))
