@@ -1036,6 +1036,13 @@ def test_a_layer_that_cannot_be_measured_costs_the_others_nothing(monkeypatch: p
     assert (seen.record["layers"], seen.record["max_logit"]) == ([1], [[1.0] * H])
 
 
+def test_a_look_that_fails_is_not_called_a_step_that_was_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attention.watching.look.measure", raises)
+    with pytest.warns(UserWarning, match="planted"), watch(model := Model(), say=(said := Mock())):
+        train(model)
+    assert not said.mock_calls
+
+
 @pytest.mark.parametrize(("every", "row"), [(2, 1), (1, 7)])
 def test_wandb_loses_no_row_of_the_loop(every: int, row: int, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")

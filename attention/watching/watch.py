@@ -114,7 +114,7 @@ class Watch:
         if not self._hooks or os.getpid() != self._process:
             return
         self._leave()
-        if self._passes and not self.record:
+        if self._passes and not self.record and self._looked_at < 0:
             self._say(f"watch: no step was looked at (every = {self._every})")
         elif self._looked_at >= 0 and self._step - self._looked_at > 2 * self._every:
             self._say(f"watch: no step was looked at after {self._looked_at}: the model was compiled, or not called")
