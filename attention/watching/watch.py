@@ -3,11 +3,12 @@
     with watch(model, every=100, log="watch.jsonl", optimizer=optimizer):
         ...  # any training loop
 
-It sees torch's and this package's ``scaled_dot_product_attention`` and, in Hugging Face models, any attention function but "eager"; other
-attention hands over its tensors with ``look``. Every n-th step one forward and backward pass is looked at; the others pay for two hooks.
-Training is not changed, but in two cases. Torch's encoder layers and attention modules in eval mode leave their inference path where they
-are looked at, and give other values at padded positions (it warns). Where a query is its key or value, too, outside a fused kernel,
-gradients are added in another order. A failure of the watch itself is one warning.
+It sees torch's and this package's ``scaled_dot_product_attention`` and, in Hugging Face models, any attention function but "eager" and
+"flex_attention"; other attention hands over its tensors with ``look``. Every n-th step one forward and backward pass is looked at; the
+others pay for two hooks. Training is not changed, but in three cases. What is compiled runs uncompiled where it is looked at, and may round
+elsewhere. Torch's encoder layers and attention modules in eval mode leave their inference path there, and give other values at padded
+positions (it warns). Where a query is its key or value, too, outside a fused kernel, gradients are added in another order. A failure of the
+watch itself is one warning.
 
 A layer is flagged by the rule of ``growth.py``, on largest logits.
 
@@ -659,8 +660,8 @@ def watch(
         start: number of the first step, of a resumed run. Without a log of the steps before, the clock takes the first pass's learning
             rate for them, and until about 1.3 times ``start`` the alarm sees sudden growth only.
         rule: the alarm's thresholds.
-        say: called with a line when a logit first passes 1,000, a layer is flagged or a kernel made a NaN, and at the end with the largest
-            logit.
+        say: called with each line: when a logit first passes 1,000 or the FMA threshold, a layer is flagged or a kernel made a NaN, on
+            what is not seen or not judged, and at the end with the largest logit.
 
     Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
     Warns at the end where the model made no training pass.
