@@ -120,14 +120,13 @@ def test_a_head_whose_logits_grow_far_too_fast_is_flagged_at_once(logit: float, 
 
 
 def test_a_sudden_layer_is_flagged_at_the_first_probe_with_another_far_enough_before_it() -> None:
-    courses = ((1.0, 10.0), (1.1, 10.0), (1.2, 20.0), (1.35, 9000.0))
-    grown = [Probe(clock, *torch.full((2, 1), logit).double()) for clock, logit in courses]
+    courses = (
+        ((1.0, 10.0), (1.1, 10.0), (1.2, 20.0), (1.35, 9000.0)),
+        ((100.0, 500.0), (100.1, 4000.0), (100.2, 4200.0)),
+    )
+    grown, late = ([Probe(clock, *torch.full((2, 1), logit).double()) for clock, logit in run] for run in courses)
     assert growth(grown[:3], GrowthRule()) is None
     # In less than a window it must grow by as much as in one: 1.3^8 = 8.2.
-    late = [
-        Probe(clock, *torch.full((2, 1), logit).double())
-        for clock, logit in ((100.0, 500.0), (100.1, 4000.0), (100.2, 4200.0))
-    ]
     assert growth(late[:2], GrowthRule()) is None
     assert growth(late, GrowthRule())
     # The other part of the rule needs its number of probes.

@@ -349,31 +349,24 @@ def test_hooks_of_a_query_that_was_handed_over_go_with_the_look() -> None:
     assert not q._backward_hooks
 
 
-@pytest.mark.parametrize("counted_by", ["forward passes", "optimizer"])
-def test_every_nth_step_is_looked_at_once(tmp_path: Path, counted_by: str) -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if counted_by == "optimizer" else None
-    with watch(model, every=2, log=tmp_path / "log", optimizer=optimizer, start=7):
-        train(model, 5, optimizer)
-        model.eval()
-        model(data())
-    looks = records(tmp_path / "log")
-    assert [look["step"] for look in looks] == [8, 10]
-    assert [look["clock"] for look in looks] == pytest.approx([0.8, 1.0] if optimizer else [8, 10])
-
-
-@pytest.mark.parametrize(("accumulated", "steps"), [(0, [0, 1, 2]), (3, [0, 1])])
-def test_each_step_is_looked_at_once(accumulated: int, steps: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("every", "accumulated", "steps"), [(2, 0, [8, 10]), (2, 1, [8, 10]), (1, 0, [7, 8, 9, 10]), (1, 3, [7, 8, 9, 10])]
+)
+def test_every_nth_step_is_looked_at_once(every: int, accumulated: int, steps: list[int], tmp_path: Path) -> None:
     """A step of an optimizer may be of several forward passes; without one each pass is a step, also without a backward pass."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if accumulated else None
-    with watch(model, every=1, optimizer=optimizer, log=tmp_path / "log"):
-        for _ in steps:
+    with watch(model, every=every, optimizer=optimizer, log=tmp_path / "log", start=7):
+        for _ in range(4):
             losses = [model(data()) for _ in range(max(accumulated, 1))]
             if optimizer is not None:
                 sum(losses).backward()
                 optimizer.step()
-    assert [record["step"] for record in records(tmp_path / "log")] == steps
+        model.eval()
+        model(data())
+    looks = records(tmp_path / "log")
+    assert [look["step"] for look in looks] == steps
+    assert [look["clock"] for look in looks] == pytest.approx([step * (0.1 if accumulated else 1.0) for step in steps])
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -651,8 +644,14 @@ def llama(implementation: str, layers: int = 2) -> nn.Module:
 TOKENS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "mine", "local", "ours"])
-def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("implementation", "written", "foreign"),
+    [("sdpa", None, False), ("mine", None, True), ("local", None, True), ("ours", "flash", False)],
+)
+def test_hugging_face_models_with_grouped_queries(
+    implementation: str, written: str | None, foreign: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log names what register() made; only O of a function that is neither torch's nor ours may be wrong."""
     library = pytest.importorskip("transformers.modeling_utils")
     functions = library.ALL_ATTENTION_FUNCTIONS
     monkeypatch.setitem(functions, "local", lambda *args, **more: functions["sdpa"](*args, **more))
@@ -666,21 +665,7 @@ def test_hugging_face_models_with_grouped_queries(implementation: str, monkeypat
     assert [len(heads) for heads in seen.record["max_logit"]] == [4, 4]
     for column in ("dq_error", "row_residual"):
         assert all(0 < error < 1e-3 for heads in seen.record[column] for error in heads)
-
-
-@pytest.mark.parametrize(("implementation", "there"), [("sdpa", False), ("mine", True)])
-def test_o_of_a_function_that_is_neither_torchs_nor_ours_has_an_error(implementation: str, there: bool) -> None:
-    with watch(model := llama(implementation, 1)) as seen:
-        model(input_ids=TOKENS)
-    assert ("o_error" in seen.record) == there
-
-
-@pytest.mark.parametrize(("implementation", "written"), [("sdpa", None), ("ours", "flash")])
-def test_the_log_names_the_attention_that_register_made(implementation: str, written: str | None) -> None:
-    attention.huggingface.register("flash", "ours")
-    with watch(model := llama(implementation, 1)) as seen:
-        model(input_ids=TOKENS)
-    assert seen.record.get("attention") == written
+    assert (seen.record.get("attention"), "o_error" in seen.record) == (written, foreign)
 
 
 @pytest.mark.parametrize(
