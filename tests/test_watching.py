@@ -1254,6 +1254,7 @@ def test_a_look_at_a_call_of_torchs_is_told_that_watch_sees_that_itself() -> Non
         ({"causal": "no"}, "causal = 'no': expected True or False"),
         ({"causal": torch.ones(2)}, r"causal = tensor\(\[1\., 1\.\]\): expected True or False"),
         ({"scale": math.nan}, "scale = nan: expected a finite number or None"),
+        ({"scale": math.inf}, "scale = inf: expected a finite number or None"),
         ({"softcap": -3.0}, r"softcap = -3\.0: expected a finite number of 0 or more"),
         ({"sinks": torch.ones(3)}, r"sinks = \[3\]: expected a tensor \[H\], H = 4"),
         ({"sinks": 1.0}, r"sinks = float: expected a tensor \[H\], H = 4"),
