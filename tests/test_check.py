@@ -1284,6 +1284,20 @@ def test_shapes_that_differ_are_told_apart(tmp_path: Path, capsys: pytest.Captur
     assert sizes == [["2", "4", "4", T] for T in ("64", "96")]
 
 
+@pytest.mark.parametrize(
+    ("options", "column", "cell"),
+    [((), "", ""), (("--causal",), "1", ", causal alone"), (("--no-causal",), "0", ", not causal")],
+)
+def test_the_csv_and_the_table_tell_the_causal_mode(
+    options: tuple[str, ...], column: str, cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.csv"
+    main(["torch:math", *RISKY, *options, "--csv", str(file), "--markdown"])
+    with file.open(newline="") as rows:
+        assert [row["causal"] for row in csv.DictReader(rows)] == [column]
+    assert f"| `torch:math`{cell} | 64 |" in capsys.readouterr().out
+
+
 def test_a_head_dim_of_values_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes, file = ("--D", "48", "--DV", "32"), tmp_path / "x.csv"
     assert main(["flash", *RISKY, *sizes]) == 1

@@ -299,7 +299,8 @@ def table(reports: Sequence[Report]) -> str:
             found = [report.cases[0].reason[:80].replace("|", "\\|")]  # a bar would end the cell
         verdict = ": ".join([report.verdict, *[", ".join(found)] * bool(found)]) + _left(report)
         dims = f"{shape.D}, V {shape.DV}" if shape.DV else shape.D
-        lines.append(f"| `{report.kernel}` | {dims if alike else shape} | {verdict} | {' | '.join(shown)} | {bits} |")
+        kernel = f"`{report.kernel}`{MODES[report.causal][1]}"
+        lines.append(f"| {kernel} | {dims if alike else shape} | {verdict} | {' | '.join(shown)} | {bits} |")
     return "\n".join(lines)
 
 
@@ -319,14 +320,16 @@ def csv_of(reports: Sequence[Report]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     names = ("head_dim", "batch", "heads", "key_heads", "length")
     unequal = any(report.shape.DV for report in reports)
-    writer.writerow(["kernel", *names, *["value_dim"] * unequal, "class", "verdict", *COLUMNS, "reason"])
+    # Of --causal 1, of --no-causal 0, else empty. The last one, so that the others stay where they were.
+    writer.writerow(["kernel", *names, *["value_dim"] * unequal, "class", "verdict", *COLUMNS, "reason", "causal"])
     for report in reports:
+        causal = "" if report.causal is None else int(report.causal)
         left = (Case(name, report.shape, "left out", report.not_tried[name], {}) for name in report.left_out)
         for case in (*report.cases, *left):
             numbers = [f"{case.measures[name]:.3g}" if name in case.measures else "" for name in COLUMNS]
             shape = told_shape(case, report)
             sizes = (shape.D, shape.B, shape.H, shape.G, shape.T, *shape.dims[1:] * unequal)
-            writer.writerow([report.kernel, *sizes, case.name, case.verdict, *numbers, case.reason])
+            writer.writerow([report.kernel, *sizes, case.name, case.verdict, *numbers, case.reason, causal])
     return text.getvalue()
 
 
