@@ -84,6 +84,8 @@ class _Tiled(torch.autograd.Function):
             p_bar = p.to(torch.float8_e4m3fn).float()
         total = (p_bar if fault == "P rounded before its sum" else p).sum(-1, keepdim=True)
         o = p_bar @ values.float() / total
+        if fault == "O 1 % too large":
+            o = o * 1.01
         weights = p / total
         if fault == "lse in BF16":
             weights = (s - (m + total.log()).to(q.dtype).float()).exp()
@@ -484,6 +486,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("exponent rounded"), "one_hot", "at risk", "exponent: "),
     (lambda *call: plain(*call) * (1 - 2.0**-7), "one_hot", "at risk", "one-hot: O is off from V by 7."),
     (tiled("P rounded down"), "common_part", "at risk", "rounded to one side"),
+    (tiled("O 1 % too large"), "common_part", "at risk", "error; scale error: O is 1.01 x the exact one"),
     (tiled("lse in BF16"), "peaked_100", "wrong", ""),
     (tiled("P in FP8"), "gaussian", "wrong", "errors: o has "),
     (takes_v_in_fp8, "gaussian", "wrong", "errors: "),

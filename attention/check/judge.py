@@ -31,6 +31,8 @@ NEARER = 0.5
 BIAS = 0.5
 """Largest bias of O, in 2^-9 of its elements, where it is beyond ten standard errors. Rounding to one side gives 1.2, to nearest 0.12 or
 less."""
+ROUNDED_TWICE = 2.0**-7
+"""Rounding P and O to one side, in BF16, makes O wrong by less than this factor."""
 FMA_LIMIT = 1e5
 """Kernels with the FMA exponent lose O = V between 45,426 and this, by head dim."""
 REORDERED = {"bfloat16": 2.0**-10, "float16": 2.0**-13, "float32": 2.0**-20}
@@ -139,6 +141,8 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
     if not math.isfinite(found["rows"]):  # where a multiple of dO overflows and dO does not
         return WRONG, "not finite: rows of dS"
     side = f"rounded to one side: O is off by {found['bias_o']:.1f} x 2^-9 in the mean"
+    if _fit("o", found) and abs(found["factor_o"] - 1) > ROUNDED_TWICE:
+        side = f"scale error: O is {found['factor_o']:.4g} x the exact one"
     biased = abs(found["bias_o"]) > max(BIAS, 10 * found["bias_o_se"])
     if found["rows"] > ROWS_AT_RISK:
         return AT_RISK, f"delta or P: {rows}, dQ has {found['ratio_dq']:.1f} x plain's error{f'; {side}' * biased}"
@@ -178,6 +182,7 @@ def worst(verdicts: Iterable[str]) -> str:
 
 
 CURES = {
+    "scale error: ": "O: it has a factor, or the sum that it is divided by has: delta follows from it",
     "delta or P: ": "delta or P: delta = rowsum(P * dP) / rowsum(P) in FP32, of the P and dP that make dS; or delta = rowsum(dO * O) with "
     "O in FP32, if O, the sum it is divided by, and dS all use the same exp(S - max), rounded to 16 bits",
     "exponent: ": "exponent: exp2(c * (S - max)), not exp2(c * S - c * max), where one FMA rounds c * max and not c * S",
