@@ -32,7 +32,7 @@ from attention.check.__main__ import QUICK, main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
-from attention.check.judge import CURES, FEWER_BITS, grows_over_queries, judge
+from attention.check.judge import CURES, FEWER_BITS, HIDDEN_DELTA, grows_over_queries, judge
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import DECISIVE, csv_of, environment, reasons, table
@@ -623,6 +623,8 @@ def test_errors_of_another_class_that_is_not_captured_leave_the_sum_open(beside:
     ("kernel", "classes", "cures"),
     [
         ("flash", ["common_part", "captured_late"], [CURES["delta or P: "]]),
+        ("flash_centered_keys", ["common_part", "signs"], [HIDDEN_DELTA]),
+        ("flash", ["common_part", "signs"], [CURES["delta or P: "]]),
         (cuts_o, ["values_of_one_sign"], ["O: round P and O to nearest, ties to even"]),
         ("plain", ["scale"], ["scores: keep S in FP32 up to the softmax"]),
         (lambda q, *kv: plain(q * kv[3], *kv[:3], 1.0), ["scale"], ["scores: multiply S by the scale, not q"]),
@@ -630,7 +632,7 @@ def test_errors_of_another_class_that_is_not_captured_leave_the_sum_open(beside:
 )
 def test_advice_is_on_what_was_seen_alone(kernel: Any, classes: list[str], cures: list[str]) -> None:
     text = check_attention(kernel, device="cpu", shape=replace(SMALL, D=64), classes=classes).text()
-    assert re.findall(r"^  ((?:delta or P|scores|O): .*)", text, re.MULTILINE) == cures
+    assert re.findall(r"^  ((?:delta or P|dS|scores|O): .*)", text, re.MULTILINE) == cures
 
 
 def test_advice_needs_no_names_that_only_our_code_has() -> None:

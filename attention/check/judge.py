@@ -32,7 +32,7 @@ BIAS = 0.5
 """Largest bias of O, in 2^-9 of its elements, where it is beyond ten standard errors. Rounding to one side gives 1.2, to nearest 0.12 or
 less."""
 ROUNDED_TWICE = 2.0**-7
-"""Rounding P and O to one side, in BF16, makes O wrong by less than this factor."""
+"""Rounding P and O to one side in BF16 makes O less than this, relative, too large or small."""
 FMA_LIMIT = 1e5
 """Kernels with the FMA exponent lose O = V between 45,426 and this, by head dim."""
 REORDERED = {"bfloat16": 2.0**-10, "float16": 2.0**-13, "float32": 2.0**-20}
@@ -181,16 +181,21 @@ def worst(verdicts: Iterable[str]) -> str:
     return max(verdicts, key=ORDER.index)
 
 
+_DELTA = (
+    "delta = rowsum(P * dP) / rowsum(P) in FP32, of the P and dP that make dS; or delta = rowsum(dO * O) with O in FP32, if O, the sum "
+    "it is divided by, and dS all use the same exp(S - max), rounded to 16 bits"
+)
 CURES = {
     "scale error: ": "O: it has a factor, or the sum that it is divided by has: delta follows from it",
-    "delta or P: ": "delta or P: delta = rowsum(P * dP) / rowsum(P) in FP32, of the P and dP that make dS; or delta = rowsum(dO * O) with "
-    "O in FP32, if O, the sum it is divided by, and dS all use the same exp(S - max), rounded to 16 bits",
+    "delta or P: ": f"delta or P: {_DELTA}",
     "exponent: ": "exponent: exp2(c * (S - max)), not exp2(c * S - c * max), where one FMA rounds c * max and not c * S",
     "as where S is rounded": "scores: keep S in FP32 up to the softmax",
     "as where q times its scale is rounded": "scores: multiply S by the scale, not q",
     "rounded to one side": "O: round P and O to nearest, ties to even",
 }
 """Advice by a part of a reason, where we know any (docs/results.md)."""
+HIDDEN_DELTA = f"dS: delta is probably off, and hidden in the sums of rows: {_DELTA}"
+"""Advice on dS, unless delta or P, or scores, beside it explain it."""
 FEWER_BITS = (
     "errors: if P or an operand has 8 bits these are usual, as limits here are those of 16 bits: then mend the rest, and train beside "
     "a control"

@@ -161,6 +161,8 @@ class Report:
         if any(case.reason.startswith("layout: ") for case in judged):
             return ["the layout first, then run again: all else may follow from it"]
         mend = [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
+        if "dS" in self.found and not self.found.keys() & {"delta or P", "scores"}:
+            mend.append(judge.HIDDEN_DELTA)
         of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
         made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
         advice = {judge.added(case.name, case.measures) for case in made} - {None}
