@@ -184,18 +184,16 @@ class Report:
     def _again(self) -> list[str]:
         """How to see its worst case again, and its tensors."""
 
-        def badness(case: Case) -> tuple[int, bool, bool, float, float]:
+        def badness(case: Case) -> tuple[Any, ...]:
             wrong = case.verdict == judge.WRONG
-            endless = math.inf in case.measures.values()
-            furthest = (
-                max(math.inf if endless else case.measures.get(f"size_{x}", 0) for x in measures.NAMES) if wrong else 0
-            )
+            # Of what is not finite there is no size.
+            furthest = max(case.measures.get(f"size_{x}", case.measures.get(f"error_{x}", 0)) for x in measures.NAMES)
             # Classes of its own name what is wrong.
             return (
                 judge.ORDER.index(case.verdict),
                 case.reason.startswith("layout: "),
                 wrong and case.name in measures.OWN,
-                furthest,
+                wrong and furthest,
                 case.measures.get("rows", 0),
             )
 
@@ -374,7 +372,7 @@ def check_attention(
         if unknown := [name for name in names if name not in KNOWN_CLASSES]:
             raise invalid(what, unknown[0], KNOWN_CLASSES)
     if causal:
-        if "full" in ((classes,) if isinstance(classes, str) else classes):
+        if "full" in classes:
             raise invalid("classes", "full", "another, as causal=True leaves it out")
         without = tuple(dict.fromkeys((*without, "full")))
     found = find(kernel)
@@ -389,17 +387,15 @@ def check_attention(
         for name in classes or KNOWN_CLASSES:
             if name in without:
                 not_tried[name] = "it is left out"
+            elif name in MASKED and not found.masks and (not classes or name in may_raise):
+                not_tried[name] = "it has no argument attn_mask"
+            elif name in OF_CAUSAL and causal is False:
+                not_tried[name] = "it is of a causal mask"
+            elif name in PACKAGED and min(asked.dims) < PACKAGED_DIM:
+                not_tried[name] = f"it has head dim {PACKAGED_DIM}"
+            if name in not_tried:
                 continue
             progress(name)
-            if name in MASKED and not found.masks and (not classes or name in may_raise):
-                not_tried[name] = "it has no argument attn_mask"
-                continue
-            if name in OF_CAUSAL and causal is False:
-                not_tried[name] = "it is of a causal mask"
-                continue
-            if name in PACKAGED and min(asked.dims) < PACKAGED_DIM:
-                not_tried[name] = f"it has head dim {PACKAGED_DIM}"
-                continue
             try:
                 chosen = even(name, asked) if "odd_length" in without else asked
                 case = _case(found, name, chosen, DTYPES[dtype], there, causal, may_raise)
