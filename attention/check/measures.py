@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .captured import Inputs, Mask
 from .classes import CLASSES, Shape, make, one_hot, shape_of
-from .judge import LOST, RATIO_AT_RISK, REORDERED, REPEATED, SIZE_WRONG
+from .judge import LOST, REORDERED, REPEATED, SIZE_WRONG
 from .kernels import Call, told
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -156,8 +156,6 @@ def accuracy(
     - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, or q times the scale is,
       whichever has its O nearest; ``eager_scales_q``: 1 where it is the last, or 0; ``from_eager_o``: how far O is from that O, over
       ||exact||
-    - ``query_dk``, ``query_dv``: ``ratio_X`` where one query alone has a dO, so that nothing is added over queries; infinite
-      where plain attention has no error to compare with; if a ``ratio_X`` is above the limit
     - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out;
       ``rows_raw``: of one pass; ``rows_mean``, ``rows_mean_se``: with sign, and its standard error
     - ``coherence``: share of dQ's squared error that lies along its leading direction, mean of heads
@@ -195,8 +193,6 @@ def accuracy(
         measures[f"ratio_{x}"] = error / max(own, least * size.norm().item())
         measures[f"size_{x}"] = error / size.norm().item()
         measures[f"worst_{x}"] = _worst_row(a, e, size)
-    if max(measures.get(f"ratio_{x}", 0) for x in ("dk", "dv")) > RATIO_AT_RISK:
-        measures |= _of_one_query(call, p, least)
     if measures.get("error_o", 0) > LOST and p.mask is None and p.q.shape == p.k.shape:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (p.q, p.k, p.v))
         with contextlib.suppress(Exception):  # a foreign kernel's
@@ -221,20 +217,6 @@ def accuracy(
     unit = 2.0**-9 * expected[0].abs().clamp(min=1e-300)
     bias = ((found[0].double() - expected[0]) * expected[0].sign() / unit).clamp(-4, 4)
     return measures | {"bias_o": bias.mean().item(), "bias_o_se": (bias.std() / bias.numel() ** 0.5).item()}  # fmt: skip
-
-
-def _of_one_query(call: Call, p: Inputs, least: float) -> dict[str, float]:
-    """``query_X`` of ``accuracy``."""
-    do, T = torch.zeros_like(p.do), p.do.shape[2]
-    seen = T - 1 if p.mask is None else T // 2  # the last sees all keys, but may be behind a sequence's end
-    do[:, :, seen] = p.do[:, :, seen]
-    p = replace(p, do=do)
-    each = [x[2:] for x in (run(call, p), run(plain, p), *exact(p)[:2])]
-    measured = {}
-    for x, a, b, e, size in zip(NAMES[2:], *each, strict=True):
-        error, own = ((y.double() - e).norm().item() for y in (a, b))
-        measured[f"query_{x}"] = error / own if own > least * size.norm().item() else math.inf
-    return measured
 
 
 def _read(p: Inputs, results: Results) -> Results:

@@ -161,14 +161,11 @@ class Report:
         mend = [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
         if "dS" in self.found and not self.found.keys() & {"delta or P", "scores"}:
             mend.append(judge.HIDDEN_DELTA)
-        of_errors = [case for case in judged if case.name in self.found.get("errors", [])]
-        made = [case for case in of_errors if case.name in CLASSES and case.name not in PACKAGED]
-        advice = {judge.added(case.name, case.measures) for case in made} - {None}
-        measured = {case.name: case.measures for case in made}
-        if not judge.grows_over_queries(measured.get("cancelling_queries", {}), measured.get("gaussian", {})):
-            advice.discard(judge.ADDED_OVER_QUERIES)
-        mend += [f"errors: {x}" for x in sorted(filter(None, advice)) if "" not in advice]
-        if any(case.name == "gaussian" and judge.has_fewer_bits(case.measures) for case in made):
+        made = {case.name: case.measures for case in judged if case.name in CLASSES and case.name not in PACKAGED}
+        errors = {name: made[name] for name in self.found.get("errors", []) if name in made}
+        gaussian = made.get("gaussian", {})
+        mend += [f"errors: {x}" for x in judge.added(errors, gaussian)]
+        if "gaussian" in errors and judge.has_fewer_bits(gaussian):
             mend.append(judge.FEWER_BITS)
         if {judge.WRONG, judge.AT_RISK} <= {case.verdict for case in judged}:
             return ["what is wrong first, then run again: the rest may follow from it", *mend]
