@@ -212,7 +212,9 @@ def capture(
         yield complete
     finally:
         seeing.close()
-    for why in left_out.values() if complete else ():
+    for why in left_out.values():
+        if not complete:
+            raise ValueError(why)
         warnings.warn(f"{why}; it is left out", stacklevel=3)
     for layer in layers:
         if layer in left_out:
@@ -230,8 +232,6 @@ def capture(
         if layer not in complete:
             expected = reasons.get(layer, "the backward pass in the block")
             raise ValueError(f"capture: layer {layer}: no gradient came: expected {expected}")
-    for why in left_out.values() if not complete else ():
-        raise ValueError(why)
 
 
 def _is_causal(named: dict[str, Any]) -> bool:

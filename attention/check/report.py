@@ -137,17 +137,16 @@ class Report:
             if case.name.endswith(".zip") and (logit := case.measures["largest_logit"]) < TELLING_LOGIT
         ]
         lines += rows(judge.UNVERIFIED)
-        only_full = judged and all(case.name in NOT_CAUSAL for case in judged)
-        tried_full, raised_full = ([case for case in cases if case.name in FULL] for cases in (judged, raised))
         not_for = raised
-        if self.causal is None and only_full and {case.name for case in raised} >= DECISIVE:
-            lines.append("if the kernel has no causal mask: --no-causal")
-            not_for = []
-        elif self.causal is None and tried_full and tried_full == of[judge.WRONG] and all(map(_is_other_o, tried_full)):
-            lines.append("if the kernel is for causal attention alone: --causal")
-        elif self.causal is None and raised_full and not tried_full:
-            lines.append("if the kernel is for causal attention alone: --causal")
-            not_for = [case for case in raised if case not in raised_full]
+        if self.causal is None:
+            tried_full, raised_full = ([case for case in cases if case.name in FULL] for cases in (judged, raised))
+            only_full = judged and all(case.name in NOT_CAUSAL for case in judged)
+            if only_full and {case.name for case in raised} >= DECISIVE:
+                lines.append("if the kernel has no causal mask: --no-causal")
+                not_for = []
+            elif tried_full == of[judge.WRONG] and all(map(_is_other_o, tried_full)) if tried_full else raised_full:
+                lines.append("if the kernel is for causal attention alone: --causal")
+                not_for = [case for case in raised if case not in raised_full]
         if options := " ".join(f"--without {name}" for name in self._not_for(not_for)):
             lines.append(f"if the kernel is not for what it raised in: {options}")
         lines += _by_reason("not tried", ((x, why) for x, why in self.not_tried.items() if x not in self.left_out))
