@@ -171,28 +171,17 @@ def takes_v_in_fp8(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return tiled()(q, k, v + (v.to(torch.float8_e4m3fn).to(v.dtype) - v).detach(), *rest)
 
 
-def blind_tail(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
-    if attn_mask is not None:
-        attn_mask = attn_mask.clone()
-        attn_mask[:, :, q.shape[2] // TILE * TILE :] = True
-    return torchs(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
-
-
-def adds_to_what_is_hidden(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None
-):
+def adds_to_what_is_hidden(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
     """An additive mask that hides usual logits, not those of 10,000 and more."""
-    visible = torch.ones(query.shape[2], query.shape[2]).tril().bool() if attn_mask is None else attn_mask
-    return torchs(query, key, value, (-1e4 * ~visible).to(query.dtype), scale=scale)
+    visible = torch.ones(q.shape[2], q.shape[2]).tril().bool() if attn_mask is None else attn_mask
+    return torchs(q, k, v, (-1e4 * ~visible).to(q.dtype), scale=scale)
 
 
-def adds_the_lowest_number(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None
-):
+def adds_the_lowest_number(q: Any, k: Any, v: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None):
     """As eager attention of transformers: S and its mask are of the inputs' dtype."""
-    visible = torch.ones(query.shape[2], query.shape[2]).tril().bool() if attn_mask is None else attn_mask
-    s = query @ key.mT * scale + ~visible * torch.finfo(query.dtype).min
-    return s.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+    visible = torch.ones(q.shape[2], q.shape[2]).tril().bool() if attn_mask is None else attn_mask
+    s = q @ k.mT * scale + ~visible * torch.finfo(q.dtype).min
+    return s.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
 def unpads(o: float = 0, dk: float = 0) -> Callable[..., Tensor]:
@@ -243,6 +232,13 @@ def doubles_dk_beside_bf16(mask: Tensor, key: Tensor) -> Tensor:
 def ignores_key_lengths(mask: Tensor, key: Tensor) -> Tensor:
     """It takes from the mask only whether that is causal."""
     return torch.ones_like(mask) if mask.triu(1).any() else torch.ones_like(mask).tril()
+
+
+@gets_its_mask
+def blind_tail(mask: Tensor, key: Tensor) -> Tensor:
+    mask = mask.clone()
+    mask[:, :, key.shape[2] // TILE * TILE :] = True
+    return mask
 
 
 def leaks_where_half_a_tile_or_more_is_left(q: Tensor, *rest: Any) -> Tensor:
@@ -1259,37 +1255,27 @@ def test_one_command_makes_a_table_of_kernels_and_head_dims_and_keeps_what_it_ha
     assert rows_of(tmp_path / "cut.csv", "torch:math", f"{__name__}:interrupted", "--D", "64") == [two[2]]
 
 
-def test_shapes_that_differ_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lengths = ("--T", "64", "--T", "96", "--class", "mask_edges", "--device", "cpu")
-    assert main(["torch:math", *lengths, "--markdown", "--csv", str(tmp_path / "x.csv")]) == 0
-    assert re.findall(r"\| B 2 H 4 G 4 T (\d+) D 64 \|", capsys.readouterr().out) == ["64", "96"]
-    with (tmp_path / "x.csv").open(newline="") as file:
-        sizes = [[row[name] for name in ("batch", "heads", "key_heads", "length")] for row in csv.DictReader(file)]
-    assert sizes == [["2", "4", "4", T] for T in ("64", "96")]
-
-
 @pytest.mark.parametrize(
-    ("options", "column", "cell"),
-    [((), "", ""), (("--causal",), "1", ", causal alone"), (("--no-causal",), "0", ", not causal")],
+    ("arguments", "cells", "columns"),
+    [
+        (
+            ("torch:math", "--T", "96"),
+            [("`torch:math`", f"B 2 H 4 G 4 T {T} D 64") for T in (96, 64)],
+            [{"batch": "2", "heads": "4", "key_heads": "4", "length": T, "causal": ""} for T in ("96", "64")],
+        ),
+        (("flash", "--D", "48", "--DV", "32"), [("`flash`", "48, V 32")], [{"head_dim": "48", "value_dim": "32"}]),
+        (("torch:math", "--causal"), [("`torch:math`, causal alone", "64")], [{"causal": "1"}]),
+        (("torch:math", "--no-causal"), [("`torch:math`, not causal", "64")], [{"causal": "0"}]),
+    ],
 )
-def test_the_csv_and_the_table_tell_the_causal_mode(
-    options: tuple[str, ...], column: str, cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_table_and_the_csv_tell_shapes_and_modes_apart(
+    arguments: tuple[str, ...], cells: Any, columns: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "x.csv"
-    main(["torch:math", *RISKY, *options, "--csv", str(file), "--markdown"])
-    with file.open(newline="") as rows:
-        assert [row["causal"] for row in csv.DictReader(rows)] == [column]
-    assert f"| `torch:math`{cell} | 64 |" in capsys.readouterr().out
-
-
-def test_a_head_dim_of_values_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes, file = ("--D", "48", "--DV", "32"), tmp_path / "x.csv"
-    assert main(["flash", *RISKY, *sizes]) == 1
-    assert f" {' '.join(sizes)}\n" in capsys.readouterr().out
-    assert main(["flash", *RISKY, *sizes, "--csv", str(file), "--markdown"]) == 1
-    assert "| `flash` | 48, V 32 |" in capsys.readouterr().out
-    with file.open(newline="") as rows:
-        assert [(row["head_dim"], row["value_dim"]) for row in csv.DictReader(rows)] == [("48", "32")]
+    main([*arguments, *RISKY, "--markdown", "--csv", str(tmp_path / "x.csv")])
+    assert re.findall(r"^\| (`.*?) \| (.*?) \|", capsys.readouterr().out, re.MULTILINE) == cells
+    with (tmp_path / "x.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [{name: row[name] for name in columns[0]} for row in rows] == columns
 
 
 def test_a_kernel_that_no_class_can_be_tried_on_has_a_row_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1360,6 +1346,7 @@ def test_a_layout_that_is_mixed_up_is_told_before_what_follows_from_it() -> None
         (tiled("mask off by one"), "odd_length", {}, " has q, k, v, do (T 109), scale, causal"),
         (blind_tail, "window", {}, " has q, k, v, do (T 109), scale, causal, mask.visible"),
         ("flash", "common_part", {}, "--device cpu --dtype bf16 --T 96 --D 32\n"),
+        ("flash", "common_part", {"shape": Shape(T=64, D=48, DV=32)}, " --D 48 --DV 32\n"),
         # It does not take causal.
         (no_keys(0, math.nan), "no_keys", {"causal": False}, f'.{SMALL!r}, torch.bfloat16, torch.device("cpu"))'),
     ],
@@ -1367,7 +1354,8 @@ def test_a_layout_that_is_mixed_up_is_told_before_what_follows_from_it() -> None
 def test_how_to_see_it_again_names_what_is_not_usual(
     kernel: Any, name: str, options: dict[str, Any], told: str
 ) -> None:
-    assert told in check_attention(kernel, device="cpu", shape=SMALL, classes=name, **options).text()
+    settings = {"device": "cpu", "shape": SMALL, "classes": name} | options
+    assert told in check_attention(kernel, **settings).text()
 
 
 def moves_its_o(*call: Any) -> tuple[Tensor, None]:
