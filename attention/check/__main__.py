@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     against: list[Report] = []
     # A kernel that prints would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr if options.json == "-" else sys.stdout):
-        for name in options.kernels:
+        for name in (*options.kernels, *filter(None, [options.against])):
             find(name)
         for shape, name in itertools.product(_shapes(options), options.kernels):
             tested.append(_report(name, shape, options))
