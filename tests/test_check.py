@@ -639,6 +639,13 @@ def test_advice_is_on_what_was_seen_alone(kernel: Any, classes: list[str], cures
     assert re.findall(r"^  ((?:delta or P|dS|scores|O): .*)", text, re.MULTILINE) == cures
 
 
+def test_where_no_advice_is_known_it_says_so() -> None:
+    report = check_attention(
+        lambda q, *kv: plain(q, *kv) + 0 * q.sum(), device="cpu", shape=SMALL, classes="not_a_number"
+    )
+    assert "\nmend:\n  no advice is known: train with flash_consistent, or " in report.text()
+
+
 @pytest.mark.parametrize(
     "repaired", ["flash_delta_normalized", "flash_delta_from_p_subtract_first", "flash_consistent"]
 )

@@ -45,7 +45,7 @@ LEGEND = (
     f"rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
     "which is eager attention in this dtype with a softmax in FP32"
 )
-INSTEAD = "or train with flash_consistent, or with this kernel under watch() and beside a control (scripts/crash_run.py of a clone)"
+INSTEAD = "train with flash_consistent, or with this kernel under watch() and beside a control (scripts/crash_run.py of a clone)"
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ class Report:
             mend.append(judge.FEWER_BITS)
         if {judge.WRONG, judge.AT_RISK} <= {case.verdict for case in judged}:
             return ["what is wrong first, then run again: the rest may follow from it", *mend]
-        return [*mend, INSTEAD] if self.verdict == judge.AT_RISK else mend
+        instead = f"{'or' if mend else 'no advice is known:'} {INSTEAD}"
+        return [*mend, instead] if self.verdict == judge.AT_RISK else mend
 
     def _not_for(self, raised: Sequence[Case]) -> list[str]:
         """Classes to leave out; without ``odd_length`` others that raised in that length have an even one."""
