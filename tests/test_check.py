@@ -1038,22 +1038,18 @@ def heads_alike(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> 
     return plain(q, k, v, causal, scale)
 
 
-def test_a_class_that_a_kernel_may_raise_in_is_judged_where_it_runs() -> None:
-    def wrong(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        return plain(q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v)), causal, scale)
-
-    report = check_attention(wrong, device="cpu", shape=SMALL, classes=("gaussian", "grouped"), may_raise="grouped")
-    assert [case.verdict for case in report.cases] == ["safe", "wrong"]
+def crashes_with_groups(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    if k.shape != q.shape:
+        raise RuntimeError("an illegal memory access")
+    return plain(q, k, *rest)
 
 
-def test_a_crash_is_no_refusal_of_a_class_that_a_kernel_may_raise_in() -> None:
-    def crashes(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
-        if k.shape != q.shape:
-            raise RuntimeError("an illegal memory access")
-        return plain(q, k, *rest)
-
-    report = check_attention(crashes, device="cpu", shape=SMALL, classes=("gaussian", "grouped"), may_raise="grouped")
-    assert [case.verdict for case in report.cases] == ["safe", "unverified"]
+@pytest.mark.parametrize(("kernel", "verdict"), [(in_threes_by_turns, "wrong"), (crashes_with_groups, "unverified")])
+def test_a_class_that_a_kernel_may_raise_in_is_judged_where_it_runs_and_a_crash_is_no_refusal(
+    kernel: Any, verdict: str
+) -> None:
+    report = check_attention(kernel, device="cpu", shape=SMALL, classes=("gaussian", "grouped"), may_raise="grouped")
+    assert [case.verdict for case in report.cases] == ["safe", verdict]
 
 
 @pytest.mark.parametrize(("kernel", "verdict"), [("plain", "safe"), ("xformers", "unverified")])
@@ -1147,6 +1143,11 @@ def test_two_commands_write_one_file_aside_each(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "x.csv.part").read_text() == "of another"
 
 
+def rows_in(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 RISKY = ("--device", "cpu", "--T", "64", "--class", "common_part")
 
 
@@ -1188,8 +1189,7 @@ def test_a_kernel_that_is_not_deterministic_exits_with_0_and_a_note(
     told = capsys.readouterr().out
     assert f"verdict: safe (1 of {len(reasons())} classes tried)\n" in told
     assert told.endswith("\nsafe: repeatability\nnote: not deterministic: a run cannot be replayed\n")
-    with (tmp_path / "x.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
+    (row,) = rows_in(tmp_path / "x.csv")
     assert [row[name] for name in ("verdict", "deterministic", "reason")] == [
         "safe",
         "0",
@@ -1249,8 +1249,7 @@ def interrupted(*call: Any) -> Tensor:
 def rows_of(path: Path, *arguments: str) -> list[tuple[str, ...]]:
     with contextlib.suppress(KeyboardInterrupt):
         main([*arguments, *RISKY, "--csv", str(path)])
-    with path.open(newline="") as file:
-        return [(row["kernel"], row["head_dim"], row["verdict"]) for row in csv.DictReader(file)]
+    return [(row["kernel"], row["head_dim"], row["verdict"]) for row in rows_in(path)]
 
 
 def test_one_command_makes_a_table_of_kernels_and_head_dims_and_keeps_what_it_has_when_it_is_cut_off(
@@ -1280,9 +1279,7 @@ def test_the_table_and_the_csv_tell_shapes_and_modes_apart(
 ) -> None:
     main([*arguments, *RISKY, "--markdown", "--csv", str(tmp_path / "x.csv")])
     assert re.findall(r"^\| (`.*?) \| (.*?) \|", capsys.readouterr().out, re.MULTILINE) == cells
-    with (tmp_path / "x.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [{name: row[name] for name in columns[0]} for row in rows] == columns
+    assert [{name: row[name] for name in columns[0]} for row in rows_in(tmp_path / "x.csv")] == columns
 
 
 def test_a_kernel_that_no_class_can_be_tried_on_has_a_row_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
