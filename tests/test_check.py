@@ -962,8 +962,8 @@ def test_the_defaults_of_torch_change_no_input(default: Any) -> None:
     """A kernel's module may have set it."""
 
     def drawn() -> list[Tensor]:
-        inputs = *(make(name, SMALL, torch.float32, CPU) for name in CLASSES), one_hot(10.0, SMALL, torch.float32, CPU)
-        return [x for p in inputs for x in (p.q, p.k, p.v, p.do)]
+        inputs = [make(name, SMALL, torch.float32, CPU) for name in CLASSES]
+        return [x for p in (*inputs, one_hot(10.0, inputs[0])) for x in (p.q, p.k, p.v, p.do)]
 
     expected = drawn()
     (torch.set_default_device if isinstance(default, torch.device) else torch.set_default_dtype)(default)
@@ -1352,7 +1352,7 @@ def test_a_layout_that_is_mixed_up_is_told_before_what_follows_from_it() -> None
         ("flash", "common_part", {}, "--device cpu --dtype bf16 --T 96 --D 32\n"),
         ("flash", "common_part", {"shape": Shape(T=64, D=48, DV=32)}, " --D 48 --DV 32\n"),
         # It does not take causal.
-        (no_keys(0, math.nan), "no_keys", {"causal": False}, f'.{SMALL!r}, torch.bfloat16, torch.device("cpu"))'),
+        (no_keys(0, math.nan), "no_keys", {"causal": False}, f'.{SMALL!r}, torch.bfloat16, "cpu"))'),
     ],
 )
 def test_how_to_see_it_again_names_what_is_not_usual(

@@ -107,13 +107,9 @@ def _grouped(s: Shape) -> Shape:
     return replace(s, H=G * (n if n > 1 else 3), G=G)
 
 
-ALSO_ODD = ("one_hot", "last_key")
-"""Classes of ``measures.py`` in the shape of ``odd_length``."""
-
-
 def even(name: str, shape: Shape) -> Shape:
     """``shape`` for a kernel that is not for ``odd_length``: what gives the other classes of that length T itself."""
-    change = _odd if name in ALSO_ODD else CLASSES[name].shape if name in CLASSES else None
+    change = CLASSES[name].shape if name in CLASSES else None
     return replace(shape, T=2 * shape.T - change(shape).T) if change in (_odd, _odd_below) else shape
 
 
@@ -373,19 +369,19 @@ def _with_ones(x: Inputs, dtype: torch.dtype, device: torch.device | str) -> Inp
     return replace(x, q=q, k=k, v=v, do=do)
 
 
-def one_hot(logit: float, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True) -> Inputs:
-    """The last D - 1 rows, or all where T is less, give all weight to their own keys by a margin of ``logit``: O = V there in exact
-    arithmetic. Queries and keys before them are 0.
+def one_hot(logit: float, like: Inputs) -> Inputs:
+    """As ``like``, but the last D - 1 rows, or all where T is less, give all weight to their own keys by a margin of ``logit``: O = V there
+    in exact arithmetic. Queries and keys before them are 0.
     """
-    n = min(shape.T, shape.D - 1)
-    own = (..., range(shape.T - n, shape.T), range(n))
+    T, D = like.q.shape[2:]
+    n = min(T, D - 1)
+    own = (..., range(T - n, T), range(n))
     generator = torch.Generator().manual_seed(99)
-    size = math.sqrt(logit * math.sqrt(shape.D))
-    q = torch.zeros(shape.B, shape.H, shape.T, shape.D, dtype=torch.float32, device="cpu")
+    size = math.sqrt(logit * math.sqrt(D))
+    q, k = (torch.zeros(x.shape, dtype=torch.float32, device="cpu") for x in (like.q, like.k))
     q[own] = size * (1 + 0.1 * torch.rand(n, generator=generator, dtype=torch.float32, device="cpu"))
-    k = torch.zeros(shape.B, shape.G, shape.T, shape.D, dtype=torch.float32, device="cpu")
     k[own] = size
-    v = _normal(shape.B, shape.G, shape.T, shape.dims[1], generator=generator).bfloat16()
-    do = _normal(shape.B, shape.H, shape.T, shape.dims[1], generator=generator)
-    q, k, v, do = (t.to(device, dtype) for t in (q, k, v, do))
-    return Inputs(q, k, v, do, 1 / math.sqrt(shape.D), causal)
+    v = _normal(like.v.shape, generator=generator).bfloat16()
+    do = _normal(like.do.shape, generator=generator)
+    q, k, v, do = (t.to(like.q.device, like.q.dtype) for t in (q, k, v, do))
+    return replace(like, q=q, k=k, v=v, do=do)

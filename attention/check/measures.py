@@ -5,13 +5,13 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .captured import Inputs, Mask
-from .classes import CLASSES, Shape, make, one_hot, shape_of
+from .classes import CLASSES, one_hot
 from .judge import LOST, REORDERED, REPEATED, SIZE_WRONG
 from .kernels import Call, told
 
@@ -142,10 +142,8 @@ def _masked(s: Tensor, causal: bool, mask: Mask | None) -> Tensor:
     return s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
 
 
-def accuracy(
-    call: Call, name: str, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool | None = None
-) -> dict[str, float]:
-    """Errors of a class of inputs, and what rows of dS sum to.
+def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
+    """Errors of the class of inputs of that name, and what rows of dS sum to.
 
     - ``largest_logit``: in size, of those that a query sees
     - ``error_X``: ||X - exact|| / ||exact||, unless the latter is 0 but for FP64's rounding; ``ratio_X``: that over the baseline's, see
@@ -166,7 +164,6 @@ def accuracy(
 
     Raises ``OutOfRangeError`` where plain attention's own numbers are not finite or a row of them is off, or the exact ones have no size.
     """
-    p = make(name, shape, dtype, device, causal)
     base, (expected, sizes, row_size) = _read(p, run(plain, p)), exact(p)
     expected, sizes = _read(p, expected), _read(p, sizes)
     for x, b, e, size in zip(NAMES, base, expected, sizes, strict=True):
@@ -174,12 +171,12 @@ def accuracy(
             raise OutOfRangeError(f"{x} is 0 in exact arithmetic")
         if not (worst := _worst_row(b, e, size)) <= SIZE_WRONG:
             seen = f"has a row that is off by {worst:.1e} of its size" if math.isfinite(worst) else "is not finite"
-            raise OutOfRangeError(f"in {str(dtype).removeprefix('torch.')} {x} of plain attention {seen}")
+            raise OutOfRangeError(f"in {str(p.q.dtype).removeprefix('torch.')} {x} of plain attention {seen}")
     found = _read(p, run(call, p))
     # Products of 16-bit numbers are often exact in plain attention: it is held to no less than FP32's rounding of the largest logit, as
     # kernels that use exp2 have. In BF16 the rounding of P is larger.
     measures = {"largest_logit": _largest_logit(p)}
-    least = 2.0**-24 * (1 if dtype == torch.bfloat16 else max(1.0, measures["largest_logit"]))
+    least = 2.0**-24 * (1 if p.q.dtype == torch.bfloat16 else max(1.0, measures["largest_logit"]))
     for x, a, b, e, size in zip(NAMES, found, base, expected, sizes, strict=True):
         if not bool(a.isfinite().all()):
             measures[f"error_{x}"] = math.inf
@@ -258,11 +255,8 @@ def _last_column(call: Call, p: Inputs, dq: Tensor) -> Tensor:
     return torch.stack(columns).mean(0)
 
 
-def signed_sums(
-    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
-) -> dict[str, float]:
+def signed_sums(call: Call, p: Inputs) -> dict[str, float]:
     """``signed``: as ``rows`` of ``accuracy``, of the error of sum_j dS_ij s_j, where the last feature of K is s_j = 1 or -1 by chance."""
-    p = make("peaked_1000", shape, dtype, device, causal)
     k = p.k.clone()
     k[..., -1] = torch.randint(2, k.shape[:-1], generator=torch.Generator().manual_seed(98), device="cpu").to(k) * 2 - 1
     p = replace(p, k=k)
@@ -287,20 +281,16 @@ def rows_from_outside(call: Call, p: Inputs) -> Tensor:
     return (_last_column(call, p, _run(call, p, p.do.clone())[0][1]) / p.scale / unit).float()
 
 
-def one_hot_limit(
-    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
-) -> dict[str, float]:
+def one_hot_limit(call: Call, p: Inputs) -> dict[str, float]:
     """``limit``: the largest logit of ``ONE_HOT_LOGITS`` up to which one-hot rows have O = V to the bit (FP32: to BF16's last), or 0.
-    ``off``: how far O is from V at the next, relative. In ``odd_length``'s shape, for which a compiled kernel is compiled already; for
-    less than 128 queries FlexAttention has another kernel.
+    ``off``: how far O is from V at the next, relative.
     """
-    compared = torch.bfloat16 if dtype == torch.float32 else dtype
+    compared = torch.bfloat16 if p.q.dtype == torch.float32 else p.q.dtype
     limit, error = 0.0, 0.0
-    shape = shape_of("odd_length", shape)
     for logit in ONE_HOT_LOGITS:
-        p = one_hot(logit, shape, dtype, device, causal)
+        p = one_hot(logit, p)
         v = p.v.repeat_interleave(p.q.shape[1] // p.k.shape[1], 1)
-        o, v = (x[:, :, 1 - shape.D :] for x in (forward(call, p), v))
+        o, v = (x[:, :, 1 - p.q.shape[3] :] for x in (forward(call, p), v))
         if not torch.equal(o.to(compared), v.to(compared)):
             error = off((v,), (o,))
             break
@@ -308,34 +298,33 @@ def one_hot_limit(
     return {"limit": limit, "off": error}
 
 
-def mask_edges(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def mask_edges(call: Call, p: Inputs) -> dict[str, float]:
     """``leaks`` of a causal mask, and ``first_row``: O of query 0, which sees key 0 alone, less V of key 0, over the largest V.
 
     The first half of the queries have large logits with keys of the second half, which they must not see; no visible logit is large. In
     BF16 and FP32 hidden logits are 2e5, and an additive mask of -1e4 does not hide them. In FP16 they are 6e4 before their scale, as right
     eager kernels round them to FP16 there, which ends at 65,504: from head dim 36 on a mask of -1e4 hides them.
     """
-    p = make("gaussian", shape, dtype, device)
+    p = replace(p, q=p.q.clone(), k=p.k.clone())
     # Amid a tile: kernels skip hidden tiles.
-    middle, large = p.q.shape[2] // 2 + 1, math.sqrt(6e4 if dtype == torch.float16 else 2e5 / p.scale)
+    middle, large = p.q.shape[2] // 2 + 1, math.sqrt(6e4 if p.q.dtype == torch.float16 else 2e5 / p.scale)
     p.q[..., 0], p.k[..., 0] = 0, 0
     p.q[:, :, :middle, 0], p.k[:, :, middle:, 0] = large, large
-    o = run(call, p)[0].to(dtype)
-    v = p.v[:, :, 0].repeat_interleave(shape.H // shape.G, 1).double()
+    o = run(call, p)[0].to(p.q.dtype)
+    v = p.v[:, :, 0].repeat_interleave(p.q.shape[1] // p.k.shape[1], 1).double()
     return {"first_row": ((o[:, :, 0] - v).abs().amax() / v.abs().amax()).item(), **leaks(call, p)}
 
 
-def float_mask(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def float_mask(call: Call, p: Inputs) -> dict[str, float]:
     """``float32_off_X``, ``bfloat16_off_X``: how far X of a causal mask of 0 and -inf in float32, and in the dtype of q, is from that of
     the same mask as booleans. In the worst row, over the latter's own error, which counts as 2^-7 of its size at least, that of right
     kernels in BF16: a kernel may round otherwise for such a mask.
     """
-    p = make("gaussian", shape, dtype, device)
-    mask = Mask(p.visible().repeat(shape.B, 1, 1, 1))
+    mask = Mask(p.visible().repeat(len(p.q), 1, 1, 1))
     p = replace(p, causal=False, mask=mask)
     booleans, (expected, sizes, _) = run(call, p), exact(p)
     measured = {}
-    for given in (torch.float32, dtype):
+    for given in (torch.float32, p.q.dtype):
         name = str(given).removeprefix("torch.")
         with _saying(f"an additive mask in {name}"):
             found = run(call, replace(p, mask=mask._replace(dtype=given)))
@@ -382,29 +371,24 @@ def _largest(x: Tensor) -> float:
     return x.double().abs().nan_to_num(math.inf).amax().item()
 
 
-def last_key(
-    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
-) -> dict[str, float]:
+def last_key(call: Call, p: Inputs) -> dict[str, float]:
     """``missed``: error of the last row's O, relative, where the last key has nearly all of its weight: a dropped tile or key shows."""
-    p = make("odd_length", shape, dtype, device, causal)
     k = p.k.clone()
-    n = shape.H // shape.G
-    k[:, :, -1, :-1] = 3 * p.q[:, ::n, -1, :-1]
+    k[:, :, -1, :-1] = 3 * p.q[:, :: p.q.shape[1] // k.shape[1], -1, :-1]
     p = replace(p, k=k)
     o = forward(call, p)[:, :, -1].double()
     e = exact(p)[0][0][:, :, -1]
     return {"missed": ((o - e).norm() / e.norm()).item()}
 
 
-def no_keys(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def no_keys(call: Call, p: Inputs) -> dict[str, float]:
     """Every second sequence is padded on the left: its first rows see no key, and nobody reads them, as their dO is 0.
 
     ``dead``: 1 where their O is not finite, or 0; ``o_off``, ``gradients_off``: largest relative error of O elsewhere, and of dQ, dK, dV.
     """
-    p = make("gaussian", shape, dtype, device)
-    T = p.q.shape[2]
-    starts = torch.tensor([T // 3 + 1, 0] * shape.B, device=device)[: shape.B, None, None, None]
-    visible = p.visible() & (torch.arange(T, device=device) >= starts)
+    B, _, T, _ = p.q.shape
+    starts = torch.tensor([T // 3 + 1, 0] * B, device=p.q.device)[:B, None, None, None]
+    visible = p.visible() & (torch.arange(T, device=p.q.device) >= starts)
     dead = ~visible.any(-1, keepdim=True)
     p = replace(p, do=p.do.masked_fill(dead, 0), causal=False, mask=Mask(visible))
     o, *gradients = run(call, p)
@@ -417,31 +401,26 @@ def no_keys(call: Call, shape: Shape, dtype: torch.dtype, device: torch.device) 
     }
 
 
-def not_a_number(
-    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
-) -> dict[str, float]:
+def not_a_number(call: Call, p: Inputs) -> dict[str, float]:
     """``spread``: numbers that are not finite where they must be, when in the first sequence a query of head 0 is NaN and one of the last
     head infinite. ``arrives``: 1 where the NaN shows in O and in a gradient, by which a loss scaler finds it, or 0.
 
     They may reach O and dQ of their own rows, and dK and dV of their own heads.
     """
-    p = make("gaussian", shape, dtype, device, causal)
-    q, t = p.q.clone(), shape.T // 3
+    q, t = p.q.clone(), p.q.shape[2] // 3
     q[0, -1, t, 0] = math.inf
     q[0, 0, t, 0] = math.nan
     o, dq, dk, dv = run(call, replace(p, q=q))
-    free = torch.ones(shape.B, shape.H, shape.T, dtype=torch.bool, device=device)
+    free = torch.ones(q.shape[:3], dtype=torch.bool, device=q.device)
     free[0, 0, t] = free[0, -1, t] = False
-    heads = torch.ones(shape.B, shape.G, dtype=torch.bool, device=device)
+    heads = torch.ones(p.k.shape[:2], dtype=torch.bool, device=q.device)
     heads[0, 0] = heads[0, -1] = False
     elsewhere = (o[free], dq[free], dk[heads], dv[heads])
     arrives = bool(o[0, 0, t].isnan().any()) and any(bool(x[0, 0].isnan().any()) for x in (dq, dk, dv))
     return {"spread": float(sum(int((~x.isfinite()).sum()) for x in elsewhere)), "arrives": float(arrives)}
 
 
-def repeatability(
-    call: Call, shape: Shape, dtype: torch.dtype, device: torch.device, causal: bool = True
-) -> dict[str, float]:
+def repeatability(call: Call, p: Inputs) -> dict[str, float]:
     """1 or 0: the same bits in five calls with other work on the device between and beside them, alone as in a batch, in other strides.
 
     ``again_off``, ``alone_off``, ``strides_off``, ``do_strides_off``: the largest relative difference of O, dQ, dK, dV then; the last
@@ -451,20 +430,20 @@ def repeatability(
     ``between_off``: of dQ, dK, dV where another forward pass comes before the backward pass, as that of the next layer; ``some_off``:
     where q alone or k and v alone need a gradient.
     """
-    p = make("common_part", shape, dtype, device, causal)
+    B, G, dtype, device = *p.k.shape[:2], p.q.dtype, p.q.device
     first = run(call, p)
     again = []
     for _ in range(4):
         _other_work(device)
         again.append(run(call, p))
     # Two key heads of a sequence, as captured inputs have: at T 512 and D 64, --quick's on a GPU, one compiled kernel serves both.
-    part = lambda x: x[:1, : 2 * x.shape[1] // shape.G].clone(memory_format=torch.contiguous_format)  # noqa: E731
+    part = lambda x: x[:1, : 2 * x.shape[1] // G].clone(memory_format=torch.contiguous_format)  # noqa: E731
     with _saying("alone"):
         alone = run(call, replace(p, q=part(p.q), k=part(p.k), v=part(p.v), do=part(p.do)))
     in_batch = tuple(part(x) for x in first)
     # Of k and dO there is memory behind, so that a kernel that takes the strides of q for theirs reads numbers.
     with _saying("strides"):
-        turned = run(functools.partial(_packed, call), p, _turned(p.do.repeat(4, 1, 1, 1))[: shape.B])
+        turned = run(functools.partial(_packed, call), p, _turned(p.do.repeat(4, 1, 1, 1))[:B])
     another = replace(p, q=p.q.flip(2), k=p.k.flip(2), v=p.v.flip(2))
     # Cloned at once, as a kernel may keep its buffers.
     with _saying("between"):
@@ -534,32 +513,34 @@ def same(a: Results, b: Results) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-OWN: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
-    "signs": (
+class Own(NamedTuple):
+    """``inputs``: the class that ``measure`` is given, and changes."""
+
+    reason: str
+    inputs: str
+    measure: Callable[[Call, Inputs], dict[str, float]]
+
+
+OWN = {
+    "signs": Own(
         "a kernel that takes rowsum(dS) times the mean key out of dQ has rows of 0: other sums show its delta (experiments/invariant)",
-        signed_sums,
+        "peaked_1000", signed_sums,
     ),
-    "one_hot": (
-        "one key has all the weight: O = V; the FMA exponent loses this past 2^16 ln 2 (attention/README.md)",
-        one_hot_limit,
+    # In that length a compiled kernel is compiled already; for less than 128 queries FlexAttention has another kernel.
+    "one_hot": Own(
+        "one key has all the weight: O = V; the FMA exponent loses this past 2^16 ln 2 (attention/README.md)", "odd_length", one_hot_limit
     ),
-    "mask_edges": ("nothing passes the causal mask, forward or backward: hidden keys have large logits", mask_edges),
-    "float_mask": (
+    "mask_edges": Own("nothing passes the causal mask, forward or backward: hidden keys have large logits", "gaussian", mask_edges),
+    "float_mask": Own(
         "a mask of 0 and -inf, in float32 and in q's dtype, is that of booleans: cuDNN read float32 as 16 bits (pytorch 191612)",
-        float_mask,
+        "gaussian", float_mask,
     ),
-    "last_key": ("the last key of a length that no tile divides counts", last_key),
-    "no_keys": (
-        "padding on the left: its rows see no key, which must not reach the other rows, nor any gradient",
-        no_keys,
-    ),
-    "not_a_number": (
-        "a NaN or an infinite query stays in its own row, head and sequence, and shows",
-        not_a_number,
-    ),
-    "repeatability": (
+    "last_key": Own("the last key of a length that no tile divides counts", "odd_length", last_key),
+    "no_keys": Own("padding on the left: its rows see no key, which must not reach the other rows, nor any gradient", "gaussian", no_keys),
+    "not_a_number": Own("a NaN or an infinite query stays in its own row, head and sequence, and shows", "gaussian", not_a_number),
+    "repeatability": Own(
         "five calls, two key heads alone, other strides, fewer gradients: the same bits? (FlashAttention adds dQ by atomics)",
-        repeatability,
+        "common_part", repeatability,
     ),
-}
+}  # fmt: skip
 """Classes that are compared with themselves or with zero."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import functools
 import io
 import json
 import math
@@ -18,7 +17,7 @@ import torch
 from ..user_error import invalid
 from ..watching.log import strict
 from . import judge, measures
-from .classes import ALSO_ODD, CLASSES, PACKAGED_DIM, Shape, captured, even, require_shape, shape_of
+from .classes import CLASSES, PACKAGED_DIM, Shape, captured, even, make, require_shape, shape_of
 from .kernels import Kernel, find, identity, told, versions
 
 SCHEMA = 7
@@ -175,7 +174,7 @@ class Report:
         """Classes to leave out; without ``odd_length`` others that raised in that length have an even one."""
         names = [case.name for case in raised if case.name in KNOWN_CLASSES]
         if "odd_length" in names:
-            return [name for name in names if name == "odd_length" or even(name, self.shape) == self.shape]
+            return [name for name in names if name == "odd_length" or even(inputs_of(name), self.shape) == self.shape]
         return names
 
     def _again(self) -> list[str]:
@@ -202,21 +201,25 @@ class Report:
             f" --{name} {n}" for name, n in self.shape.sizes().items() if n != usual.get(name) and not has_own
         )
         sizes += MODES[self.causal][0] + " --without odd_length" * ("odd_length" in self.without)
-        shape = even(case.name, self.shape) if "odd_length" in self.without else told_shape(case, self)
+        shape = even(inputs_of(case.name), self.shape) if "odd_length" in self.without else told_shape(case, self)
         command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
         more = "".join(f", {name}={value}" for name, value in _mode(case.name, self.causal).items())
-        given = f'"{case.name}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
-        masked = ", mask.visible" * (case.name in MASKED)
-        how = f"p = {__package__}.make({given}) has q, k, v, do{_other_sizes(case, shape)}, scale, causal{masked}"
+        given = f'"{inputs_of(case.name)}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
+        made, masked = f"{__package__}.make({given})", ", mask.visible" * (case.name in MASKED)
+        how = f"p = {made} has q, k, v, do{_other_sizes(case, shape)}, scale, causal{masked}"
         if "rows of dS" in case.reason:
             how += f"; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), dQ over multiples of dO: {__package__}.measures.row_sums"
         # A command finds no function of the script that called, none within another, and no object.
         nameless = any(mark in self.kernel for mark in ("__main__:", "<", "("))
         if case.name in measures.OWN:
             call = f"{__package__}.kernels.find({'kernel' if nameless else repr(self.kernel)}).call"
-            given = f'{call}, {__package__}.{shape!r}, {DTYPES[self.dtype]}, torch.device("{self.device}"){more}'
-            how = f"which is {__package__}.measures.{measures.OWN[case.name][1].__name__}({given})"
+            how = f"which is {__package__}.measures.{measures.OWN[case.name].measure.__name__}({call}, {made})"
         return [how] if nameless else [f"again: {command}", how]
+
+
+def inputs_of(name: str) -> str:
+    """The class whose inputs a class has, before its measure changes them."""
+    return measures.OWN[name].inputs if name in measures.OWN else name
 
 
 def _mode(name: str, causal: bool | None) -> dict[str, Any]:
@@ -394,7 +397,7 @@ def check_attention(
                 continue
             progress(name)
             try:
-                chosen = even(name, asked) if "odd_length" in without else asked
+                chosen = even(inputs_of(name), asked) if "odd_length" in without else asked
                 case = _case(found, name, chosen, DTYPES[dtype], there, causal, may_raise)
             except measures.OutOfRangeError as error:
                 not_tried[name] = str(error)
@@ -433,15 +436,15 @@ def _case(
     causal: bool | None,
     may_raise: Sequence[str],
 ) -> Case:
-    like = "odd_length" if name in ALSO_ODD else name
-    used = shape if like in measures.OWN else shape_of(like, shape)
+    used = shape_of(inputs_of(name), shape)
     if kernel.call is None:
         return Case(name, used, judge.UNVERIFIED, kernel.missing, {})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch tells each kernel that it did not take
-            measure = measures.OWN[name][1] if name in measures.OWN else functools.partial(measures.accuracy, name=name)
-            found = measure(kernel.call, shape=shape, dtype=dtype, device=device, **_mode(name, causal))
+            p = make(inputs_of(name), shape, dtype, device, **_mode(name, causal))
+            own = measures.OWN.get(name)
+            found = own.measure(kernel.call, p) if own else measures.accuracy(kernel.call, p, name)
     except measures.OutOfRangeError:
         raise
     except measures.WrongError as error:
@@ -499,4 +502,4 @@ def assert_safe(
 
 def reasons() -> dict[str, str]:
     """Why each class is there."""
-    return {name: c.reason for name, c in CLASSES.items()} | {name: r for name, (r, _) in measures.OWN.items()}
+    return {name: c.reason for name, c in CLASSES.items()} | {name: own.reason for name, own in measures.OWN.items()}
