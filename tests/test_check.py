@@ -536,14 +536,6 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
     assert ("rounded to one side" in case.reason) == (reason == "rounded to one side")
 
 
-def test_q_times_its_scale_is_found_rounded_where_the_usual_scale_is_a_power_of_two() -> None:
-    def scales_q(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        return plain(q * scale, k, v, causal, 1.0)
-
-    (case,) = check_attention(scales_q, device="cpu", shape=replace(SMALL, D=64), classes="scale").cases
-    assert (case.verdict, Q_ROUNDED in case.reason) == ("at risk", True), case
-
-
 OVER_QUERIES = ["gaussian", "cancelling_queries"]
 
 

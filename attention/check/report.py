@@ -363,14 +363,12 @@ def check_attention(
     classes, without, may_raise = ((x,) if isinstance(x, str) else tuple(x) for x in (classes, without, may_raise))
     if dtype not in DTYPES:
         raise invalid("dtype", dtype, tuple(DTYPES))
-    for name in classes:
-        if name.endswith(".zip"):
-            captured(name)
-        elif name not in KNOWN_CLASSES:
-            raise invalid("class", name, KNOWN_CLASSES)
-    for what, names in (("without", without), ("may_raise", may_raise)):
-        if unknown := [name for name in names if name not in KNOWN_CLASSES]:
-            raise invalid(what, unknown[0], KNOWN_CLASSES)
+    for what, names in (("class", classes), ("without", without), ("may_raise", may_raise)):
+        for name in names:
+            if what == "class" and name.endswith(".zip"):
+                captured(name)
+            elif name not in KNOWN_CLASSES:
+                raise invalid(what, name, KNOWN_CLASSES)
     if causal:
         if "full" in classes:
             raise invalid("classes", "full", "another, as causal=True leaves it out")
