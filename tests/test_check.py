@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import kernel_tests
 import pytest
 import torch
 from attention_cases import relative_errors, same
@@ -32,10 +33,13 @@ from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
 from attention.check.judge import CURES, FEWER_BITS, HIDDEN_DELTA, added, judge
-from attention.check.kernels import KNOWN
+from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import DECISIVE, csv_of, environment, reasons, table
 from errors import UserError
+
+device = kernel_tests.device
+
 
 SMALL = Shape(B=2, H=4, G=4, T=96, D=32)
 CPU = torch.device("cpu")
@@ -1093,6 +1097,15 @@ def test_a_compiled_kernel_is_compiled_few_times(shape: Shape, classes: Any, for
 
     check_attention(kernel, device="cpu", shape=shape, classes=classes)
     assert len(met) == forms, met
+
+
+def test_calls_that_compile_a_presets_kernels_ahead_run(device: torch.device) -> None:
+    """Where they fail, nobody sees it: all would be compiled one after another, as before."""
+    p = make("gaussian", replace(SMALL, B=1), torch.bfloat16, device)
+    calls = first_calls("robust", p)
+    for call in calls:
+        call()
+    assert len(calls) == 3
 
 
 KERNEL = """

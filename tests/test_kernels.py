@@ -72,6 +72,7 @@ def test_the_kernels_in_tritons_interpreter(cases: str) -> None:
 
 # Small files with tests of kernels, in one process, as each start takes seconds.
 SMALL = (
+    "check::test_calls_that_compile_a_presets_kernels_ahead_run",
     "exponent",
     "row_residual",
     "linear_cross_entropy::test_the_kernel_agrees_with_torch",

@@ -19,14 +19,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..functional import scaled_dot_product_attention as ours
 from ..functional import stochastic
+from ..mask import NO_MASK
 from ..numerics import LOW_FORMATS, SITES
-from ..operators import TORCHS
+from ..operators import NAMESPACE, TORCHS
 from ..packages import add_cutlass
 from ..plan import AttentionSpec
 from ..presets import ALIASES, PRESETS, unaliased
+from ..reference.flash import kept_of
 from ..reference.sdpa import KERNELS
+from ..reference.tiles import empty_outputs
+from ..rounding import FORMAT_OF
 from ..user_error import UserError, invalid
-from .captured import Mask
+from .captured import Inputs, Mask
 
 Call = Callable[..., Tensor]
 """Called as ``(q, k, v, causal, scale)``, and with ``mask=`` where there is one; ``causal`` is then False."""
@@ -84,6 +88,32 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
         listed = f"MODULE:FUNCTION, or a name that python -m {__package__} --help lists"
         raise invalid("kernel", kernel, listed, choices=(*KNOWN, *TRIED))
     return _users(kernel, _imported(kernel, module, function))
+
+
+def first_calls(preset: str, p: Inputs) -> list[Callable[[], Any]]:
+    """Calls, to make at once, for which Triton compiles kernels that several classes use: the forward pass in the length of p and one less,
+    the backward pass in that of p, with its dO and with one of stride 0.
+
+    They need nothing of each other, as the backward passes read memory that nothing was written to.
+    """
+    spec = AttentionSpec(preset=preset)
+    if spec.resolved_backend != "flash":
+        return []
+    from ..triton import ops  # noqa: F401  it registers the operators; Triton is not everywhere
+
+    n, passes = spec.resolve(), getattr(torch.ops, NAMESPACE)
+    q, k, v, do = (x.transpose(1, 2) for x in (p.q, p.k, p.v, p.do))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    kept = kept_of(seed, *empty_outputs(q, v, n.concrete(FORMAT_OF[q.dtype])))
+    settings = (n.key(), p.scale, p.causal, 0.0, None, *NO_MASK)
+    same_dos = do[:1, :1, :1, :1].expand_as(do)
+
+    def forward() -> None:
+        # One after the other: both first check sums by the same kernel, and Triton does not load one kernel in two threads.
+        for length in (None, -1):
+            passes.flash_forward(*(x[:, :length] for x in (q, k, v)), seed, *settings)
+
+    return [forward, *(partial(passes.flash_backward, x, q, k, v, *kept, *settings) for x in (do, same_dos))]
 
 
 def _imported(kernel: str, module: str, function: str) -> Callable[..., Any]:
