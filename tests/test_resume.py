@@ -278,6 +278,11 @@ def by_a_recording_of_another(place: Place, run: Path, patch: Patch) -> None:
     place.train_until(5, "owner", {"data.record": place.recording(run.name)})
 
 
+def by_a_record_without_sessions(place: Place, run: Path, patch: Patch) -> None:
+    content = files.read_json(run / "config.json")
+    files.write_json(run / "config.json", content | {"sessions": []})
+
+
 UNRECORDED, ANY_ORDER = {"data.record": ""}, {"precision.fixed_sum_order": False}
 BRANCH = {**UNRECORDED, "run.init_from": "{place}/runs/short", "alarm.switches": ()}
 REFUSED = {
@@ -299,6 +304,7 @@ REFUSED = {
     "no_record": Refusal(
         r"config\.json: not the record of a run$", spoil=lambda place, run, patch: (run / "config.json").write_text("{}")
     ),
+    "no_session": Refusal(r"config\.json: sessions = \[\]: expected one or more", dies_at=5, spoil=by_a_record_without_sessions),
     "a_full_disk": Refusal(r"^run\.folder: cannot write .*\(full\)$", spoil=by_a_disk_that_is_full_once, mended=True),
     "a_forgotten_recording": Refusal(r"^data\.record = '': expected '.*' \(--data\.record .*\), as in the checkpoint", {"data.record": ""}),
     "other_data": Refusal(

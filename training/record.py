@@ -211,12 +211,14 @@ def _read_record(folder: Path) -> dict[str, Any]:
         return {}
     try:
         content: dict[str, Any] = read_json(path)
-        config = content["config"]
-        has_what_resuming_reads = "sessions" in content and "steps" in config["run"] and "every" in config["checkpoint"]
+        config, began = content["config"], [session["from_step"] for session in content["sessions"]]
+        has_what_resuming_reads = "steps" in config["run"] and "every" in config["checkpoint"]
     except (OSError, ValueError, KeyError, TypeError):
         has_what_resuming_reads = False
     if not has_what_resuming_reads:
         raise UserError(f"{path}: not the record of a run")
+    if not began:
+        raise invalid(f"{path}: sessions", content["sessions"], "one or more: a run has begun once at least")
     return content
 
 
