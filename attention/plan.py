@@ -198,12 +198,12 @@ def switched(plan: LayerPlan, preset: str, backend: str = "") -> LayerPlan:
 def outline(plans: Sequence[LayerPlan], dtype: str) -> list[str]:
     """A line for each attention: its layers, its heads unless all, its name, and the sites that it reads and that are not as in base
     ``fp32``, where q, k and v are ``dtype`` (``fp32``, ``bf16`` or ``fp16``). Of one that rounds nothing there it says so."""
-    places: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    places: dict[tuple[str, str, str], dict[str, list[int]]] = {}
     for plan in plans:
         for group in plan.groups:
-            heads = f" heads {','.join(map(str, group.heads))}" if len(plan.groups) > 1 else ""
+            heads = f" heads {_ranges(group.heads)}" if len(plan.groups) > 1 else ""
             where = places.setdefault((group.spec.label(), group.backend, group.numerics), {})
-            where.setdefault(heads, []).append(str(plan.layer))
+            where.setdefault(heads, []).append(plan.layer)
     told = []
     for (label, backend, key), where in places.items():
         sites = _sites_read(numerics_of(backend, key).concrete(dtype), backend)
@@ -211,9 +211,20 @@ def outline(plans: Sequence[LayerPlan], dtype: str) -> list[str]:
         if not _round(sites):
             parts.append(f"rounds nothing in {dtype}: a base such as numerics=microcosm does")
         rounds = "; ".join(parts) if BACKENDS[backend].has_sites else "rounds as its kernel does"
-        layers = "; ".join(f"layer {','.join(layers)}{heads}" for heads, layers in where.items())
+        layers = "; ".join(f"layer {_ranges(layers)}{heads}" for heads, layers in where.items())
         told.append(f"{'all layers' if len(places) == 1 else layers}: {label}: {rounds}")
     return told
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as in ``0, 2-11``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _sites_read(numerics: Numerics, backend: str) -> dict[str, Any]:
