@@ -240,6 +240,14 @@ def test_a_run_without_a_stderr_ends_as_any_other(place: Place) -> None:
     assert (done.returncode, json.loads((place.runs / "without_stderr/exit.json").read_text())["code"]) == (0, 0)
 
 
+def test_a_run_whose_reader_leaves_says_so_and_goes_on(place: Place) -> None:
+    recipe = place.preset_file(place.config("without_reader", {"run.steps": 2}))
+    done = completed(["bash", "-c", f"set -o pipefail; {sys.executable} train.py {recipe} | true"])
+    said = "warning: standard output takes no more lines (Broken pipe); the run goes on\n"
+    assert (done.returncode, done.stderr) == (0, said)
+    assert (place.runs / "without_reader/checkpoints/step_00000002").is_dir()
+
+
 # public_suites.py is of the installed package, beside which the trainer's modules cannot be imported.
 SCRIPTS = sorted(
     path.stem

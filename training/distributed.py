@@ -43,17 +43,18 @@ class DistContext:
         return self.rank == 0
 
     def print0(self, text: str) -> None:
-        """Print on rank 0, above a progress bar if there is one. Where the output is a file on a full disk, the run goes on without it."""
+        """Print on rank 0, above a progress bar if there is one. Where the output is closed (``| head``) or a file on a full disk, the run
+        goes on without it, after a warning on stderr."""
         if not self.is_main:
             return
         try:
             tqdm.write(text)
-        except BrokenPipeError:
-            raise
+            sys.stdout.flush()  # not at the end of the run, which would then count as failed
         except OSError as error:
             discard(sys.stdout)
             try:
-                print(f"warning: standard output takes no more lines ({error.strerror})", file=sys.stderr)
+                what = f"standard output takes no more lines ({error.strerror}); the run goes on"
+                print(f"warning: {what}", file=sys.stderr)
             except OSError:
                 discard(sys.stderr)
 
