@@ -1,6 +1,7 @@
 """Checkpoints come back bit by bit, and no kill, damage or full disk costs the one before."""
 
 import errno
+import json
 import os
 import re
 from collections.abc import Callable
@@ -147,18 +148,13 @@ def test_every_nth_stays_for_good(tmp_path: Path) -> None:
     assert steps_in(make(tmp_path, *range(1, 12), keep_last=2, keep_every=4)) == [4, 8, 10, 11]
 
 
-def test_checkpoints_of_an_abandoned_course_go(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, 10, 20, 30, keep_last=1, keep_every=10)
-    save(checkpoints, 25)
-    assert steps_in(checkpoints) == [10, 20, 25]
-    assert newest(checkpoints).step == 25
-
-
-def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, 1, 2)
-    save(checkpoints, 2, position=77)
-    assert newest(checkpoints).position == 77
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_00000001", "step_00000002"]
+def test_of_damaged_ones_of_a_step_the_first_stays(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path, 1)
+    for position in (7, 8):
+        save(checkpoints, 2, position=position)
+        checkpoints.set_aside(1)
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["damaged_step_00000002", "step_00000001"]
+    assert json.loads((checkpoints.folder / "damaged_step_00000002/state.json").read_text())["position"] == 7
 
 
 @pytest.mark.parametrize("file", sorted(FILES))

@@ -91,8 +91,7 @@ class Checkpoints:
     def save(self, content: Content, *, prune: bool = True) -> Path:
         """Write a checkpoint, then (``prune``) delete what the policy no longer keeps; returns its folder.
 
-        One of the same step is replaced. Those of later steps are damaged ones that a resume passed over; they are deleted. Raises
-        ``UserError`` where the disk refuses; the half-written one is then gone.
+        Raises ``UserError`` where the disk refuses; the half-written one is then gone.
         """
         step, (model, tied) = content.step, _untied(content.model_state)
         tensors, optimizer_rest = _split_optimizer(content.optimizer_state)
@@ -121,8 +120,6 @@ class Checkpoints:
             _write(aside / "SHA256SUMS", "".join(f"{digest}  {name}\n" for name, digest in sums.items()).encode())
             sync_folder(aside)
             path = self.folder / _name(step)
-            if path.exists():  # damaged: a resume has passed it over
-                shutil.rmtree(path)
             os.rename(aside, path)
             sync_folder(self.folder)
         except BaseException as error:
@@ -132,7 +129,7 @@ class Checkpoints:
                 raise self._refused(step, needed, error) from error
             raise
         if prune:
-            self.prune(step)
+            self.prune()
         return path
 
     def load_newest(self) -> Loaded | None:
@@ -189,18 +186,22 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, newest: int) -> None:
-        """Rename the damaged ones behind step ``newest``, which a resume has passed over: whoever looks for the last one finds that."""
+        """Rename the damaged ones behind step ``newest``, which a resume has passed over: whoever looks for the last one finds that. Of
+        each step the first stays."""
         for step, path in found_in(self.folder).items():
-            if step > newest and not (aside := path.with_name(f"damaged_{path.name}")).exists():
+            aside = path.with_name(f"damaged_{path.name}")
+            if step > newest and aside.exists():
+                shutil.rmtree(path)
+            elif step > newest:
                 os.rename(path, aside)
 
-    def prune(self, newest: int) -> None:
-        """Delete what the policy no longer keeps beside the checkpoint of step ``newest``, and all of later steps."""
+    def prune(self) -> None:
+        """Delete what the policy no longer keeps."""
         found = {step: path for step, path in found_in(self.folder).items() if _step_inside(path) in (step, None)}
-        kept = sorted(step for step in found if step <= newest)[-self.config.keep_last :]
+        kept = sorted(found)[-self.config.keep_last :]
         for step, path in found.items():
             for_good = self.config.keep_every > 0 and step % self.config.keep_every == 0
-            if step > newest or not (step in kept or for_good):
+            if not (step in kept or for_good):
                 # Renamed first, so that a kill in between leaves no incomplete checkpoint.
                 doomed = self.folder / f".{_name(step)}.tmp"
                 os.rename(path, doomed)

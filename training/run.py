@@ -328,7 +328,7 @@ def open_folder(
         checkpoints.set_aside(loaded.step)
         # A kill may have come before the save deleted old checkpoints.
         if not loaded.extra["guard"].get("skips_in_a_row"):
-            checkpoints.prune(loaded.step)
+            checkpoints.prune()
     if origin.resumes and loaded is None:
         dist.print0(f"{folder}: no checkpoint yet; starting from step {origin.step}")
     elif loaded is not None and loaded.step == config.run.steps:
