@@ -66,7 +66,8 @@ def test_exit_json_has_the_code_and_the_last_checkpoint(place: Place, name: str,
 def test_exit_json_says_of_a_full_disk_what_stderr_says(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(checkpoint, "_write", Mock(side_effect=full))
-    with pytest.raises(UserError, match=r"^checkpoint of step 10 could not be written") as refused:
+    said = r"^checkpoint of step 10 could not be written to .*\nthere is no checkpoint yet; "
+    with pytest.raises(UserError, match=said) as refused:
         place.train("full_disk")
     assert outcome_of(place.runs / "full_disk")["reason"] == f"UserError: {refused.value}"
 

@@ -9,7 +9,6 @@
 A name that begins with a dot is work in progress (``.tmp``).
 """
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -208,13 +207,12 @@ class Checkpoints:
                 shutil.rmtree(doomed, ignore_errors=True)
 
     def _refused(self, step: int, needed: int, error: OSError) -> UserError:
-        """The error for a save that ``error`` stopped; it names the last good checkpoint, which it verifies."""
-        intact = (path for _, path in sorted(found_in(self.folder).items(), reverse=True) if _is_intact(path))
+        """The error for a save that ``error`` stopped."""
         existing = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
         free = shutil.disk_usage(existing).free
         return UserError(
             f"checkpoint of step {step} could not be written to {self.folder}: {error.strerror or error} "
-            f"(it needs about {needed} bytes, {free} are free); the last good checkpoint is {next(intact, 'none')}"
+            f"(it needs about {needed} bytes, {free} are free)"
         )
 
 
@@ -305,12 +303,6 @@ def _damage(path: Path) -> str | None:
             raise
         return f"{Path(error.filename or path).name}: {error.strerror}"
     return None
-
-
-def _is_intact(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return _damage(path) is None
-    return False
 
 
 def _read(path: Path) -> Loaded:
