@@ -41,7 +41,8 @@ def forget(run: RunConfig) -> int | None:
     """
     folder, step = Path(run.folder, run.name), None
     with contextlib.suppress(UserError, OSError):
-        if run.resume != "no" and distributed.is_rank_0() and (folder / EXIT_FILE).is_file() and record.begun(folder):
+        of_a_run = (folder / EXIT_FILE).is_file() and (record.begun(folder) or record.free(folder))
+        if of_a_run and run.resume != "no" and distributed.is_rank_0():
             with record.lock(folder):
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                     step = read_json(folder / EXIT_FILE)["step"]

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,8 @@ def check_restart(folder: Path, checkpoints: Path, now: TrainConfig, began: dict
     """
     content = _read_record(folder)
     if not content:
-        if not free(folder):
-            raise _no_run(folder, _foreign(folder) if folder.is_dir() else [])
+        if foreign := _foreign(folder):
+            raise _no_run(folder, foreign)
         again = f"remove {folder} and start the run again" if folder.exists() else "start the run again"
         raise invalid("run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {again}")
     check_settings(str(folder / "config.json"), content["config"], now, branch=False)
@@ -223,7 +224,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def exists(folder: Path, is_main: bool) -> bool:
-    """Whether a run has begun in ``folder``, as rank 0 sees it; all ranks get its answer. What a killed start left is removed.
+    """Whether a run has begun in ``folder``, as rank 0 sees it; all ranks get its answer.
 
     Raises ``UserError`` for a folder that no run has made. Every rank must call it.
     """
@@ -233,31 +234,17 @@ def exists(folder: Path, is_main: bool) -> bool:
         on_disk("run.folder", f"read {folder}"),
         contextlib.suppress(FileNotFoundError),  # another start has just taken back what it had made
     ):
-        there = is_main and folder.exists() and not _removed_as_half_made(folder)
+        if is_main:
+            foreign = _foreign(folder)  # before the look for a run, which another start may just be writing
+            there = begun(folder)
+            if foreign and not there:
+                raise _no_run(folder, foreign)
     return distributed.any_rank(there)
 
 
-def _removed_as_half_made(folder: Path) -> bool:
-    if not folder.is_dir():
-        raise _no_run(folder, [])
-    foreign = _foreign(folder)  # before the look for a run, which another start may just be writing
-    if begun(folder):
-        return False
-    if foreign:
-        raise _no_run(folder, foreign)
-    # The folder stays: another start may just have made it. Where one has the lock this one is refused.
-    if any(folder.iterdir()):
-        with lock(folder):
-            if begun(folder):  # by one that has ended since the first look
-                return False
-            clear_folder(folder)
-    return True
-
-
-def _no_run(folder: Path, foreign: list[str]) -> UserError:
-    """The error for what no start has made in a run's place; nobody is told to remove it."""
-    what = f"none, with {foreign[0]} in it" if foreign else "a file"
-    return invalid("run.name", folder.name, f"a new name, or a run's: {folder} is {what}")
+def _no_run(folder: Path, foreign: str) -> UserError:
+    """The error for what is ``_foreign`` in a run's place; nobody is told to remove it."""
+    return invalid("run.name", folder.name, f"a new name, or a run's: {folder} is {foreign}")
 
 
 def begun(folder: Path) -> bool:
@@ -267,17 +254,21 @@ def begun(folder: Path) -> bool:
 
 def free(folder: Path) -> bool:
     """Whether nothing is there, or nothing but what a start leaves."""
-    return not folder.exists() or (folder.is_dir() and not _foreign(folder))
+    return not _foreign(folder)
 
 
-def _foreign(folder: Path) -> list[str]:
+def _foreign(folder: Path) -> str:
+    """What the folder is if a start has not made it, or all that is in it; else ""."""
+    if not folder.is_dir():
+        return "a file" if folder.exists() else ""
     own = _OF_A_START if (folder / LOCK_FILE).exists() else ()
-    return sorted(path.name for path in folder.iterdir() if path.name not in own)
+    names = sorted(path.name for path in folder.iterdir() if path.name not in own)
+    return f"none, with {names[0]} in it" if names else ""
 
 
 def remove_folder(folder: Path) -> None:
-    """``clear_folder``, and the folder goes if it holds nothing else. A mount or a link stays."""
-    clear_folder(folder)
+    """Remove a new run's files, and the folder if it holds nothing else. A mount or a link stays."""
+    _remove(folder, (*LOGS, "config.json", *_OF_A_START))
     remove_empty([folder])
 
 
@@ -287,8 +278,8 @@ def remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def clear_folder(folder: Path) -> None:
-    for path in (folder / name for name in (*LOGS, "config.json", *_OF_A_START)):
+def _remove(folder: Path, names: Iterable[str]) -> None:
+    for path in (folder / name for name in names):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -300,13 +291,15 @@ def name_taken(folder: Path) -> BusyError:
 
 
 def make_folder(folder: Path) -> FileIO:
-    """Make a new run's folder, or take an empty one; its ``lock``. Raises ``UserError`` when it cannot be made, or is not empty."""
+    """Make a new run's folder, or take one without what a killed start left; its ``lock``. Raises ``UserError`` when it cannot be made, or
+    holds anything else."""
     with on_disk("run.folder", f"make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     file = lock(folder)
-    if any(path.name != LOCK_FILE for path in folder.iterdir()):  # another start was faster
+    if not free(folder):  # another start was faster
         file.close()
         raise name_taken(folder)
+    _remove(folder, (name for name in _OF_A_START if name != LOCK_FILE))
     return file
 
 
