@@ -205,20 +205,6 @@ class Recorder:
         raise UserError(f"{self.folder}: {what}") from error
 
 
-@contextlib.contextmanager
-def whole_recording(name: Path) -> Iterator[Path]:
-    """A folder to record into that becomes ``name`` when the block ends, and goes when it raises: half a recording would replay, too.
-
-    Raises ``UserError`` where ``name`` exists, or another process is making it.
-    """
-    if os.path.lexists(name):
-        raise UserError(f"{name} exists: choose another name or remove it")
-    with files.aside(name) as hidden:
-        yield hidden / name.name
-        os.replace(hidden / name.name, name)
-    files.sync_folder(name.parent)
-
-
 def _busy(folder: Path) -> str:
     return f"{folder}: another process is recording there: record under another name, or wait for its end"
 

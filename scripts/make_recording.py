@@ -6,6 +6,7 @@ Batches are drawn, cut from the tokens and recorded by the trainer's own code (d
 seed sees the same ones and logs the same data_digest. --against RUN compares them with the digests that a run logged.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from errors import OneLineParser, UserError, check_size, exit_on_user_error, inv
 with trainer_packages():
     import config
     from data.batches import Batches, DataConfig
-    from data.recording import whole_recording
     from figures import curves
 
 SOURCE = "make_recording"
@@ -33,19 +33,21 @@ def logged_digests(folder: Path) -> dict[int, str]:
 
 
 def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int:
-    """Write the recording ``out``, whole or not at all; the number of digests compared. Raises ``UserError`` at the first that differs."""
+    """Write the recording ``out``; the number of digests compared. Raises ``UserError`` at the first that differs; nothing is left then."""
     if logged and min(logged) >= steps:  # agreement of nothing with nothing
         least = f"more than {min(logged)}, the first step whose data_digest the run of --against logged"
         raise invalid("--steps", steps, least)
     compared = 0
-    with whole_recording(out) as aside:
-        batches = Batches(dataclasses.replace(data, record=str(aside)), source_run=SOURCE)
+    batches = Batches(dataclasses.replace(data, record=str(out)), source_run=SOURCE)
+    with contextlib.ExitStack() as undo:
+        undo.callback(batches.discard)
         for step in range(steps):
             batches.next()
             if logged.get(step, batches.digest()) != batches.digest():
                 raise UserError(f"step {step}: data_digest {batches.digest()}, the run logged {logged[step]}")
             compared += step in logged
         batches.close()
+        undo.pop_all()
     return compared
 
 
