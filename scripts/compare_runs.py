@@ -61,8 +61,7 @@ NEAR = 60
 LAST_STEPS, LAST_SHARE, BIN = 1000, 10, 20
 """train_loss_end is the mean of so many last steps, at most a tenth of all, each 20 of them counted once: logs are thinned unevenly."""
 # Differences in these do not change how a run trains; a sentence of its own compares the data.
-WHERE = ("device", "git_commit", "init_sha256", "kernels", "source_sha256", "versions")
-ENVIRONMENT = ("device.", "git_commit", "kernels.", "source_sha256", "versions.")
+ENVIRONMENT = ("device", "git_commit", "kernels", "source_sha256", "versions")
 SITES_TOLD, PARTED_TOLD = 12, 3
 UNTOLD = ("run.name", "run.folder", "run.resume", "data.record", "data.replay", "checkpoint.", "wandb.")
 
@@ -364,7 +363,7 @@ def settings_of(run: Run) -> dict[str, Any]:
     """What decides how a run trains, by name. Where sessions differ, all values in order."""
     told: dict[str, list[Any]] = {}
     for session in run.config.get("sessions") or [run.config]:
-        for name, value in flat({key: session[key] for key in WHERE if key in session}).items():
+        for name, value in flat({key: session[key] for key in (*ENVIRONMENT, "init_sha256") if key in session}).items():
             value = value[:12] if name.endswith("_sha256") else value
             values = told.setdefault(name, [])
             if value not in values:
