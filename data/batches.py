@@ -1,8 +1,8 @@
 """The batches of a run: drawn at random, recorded while training, or replayed from a recording.
 
 One row is one optimizer step: ``global_batch`` offsets into the training tokens, in an order that knows nothing of processes. Cut
-into micro-batches of ``micro_batch`` sequences, micro-batch m * world_size + r of the step belongs to rank r at its micro-step m, or
-(``contiguous``) each rank has neighbors. So any number of processes, with any accumulation, sees the same micro-batches.
+into micro-batches of ``micro_batch`` sequences, each rank has as many neighbors, in the order of ranks. So any number of processes, with
+any accumulation, sees the same micro-batches.
 
 Shapes: G global batch, B micro-batch, T sequence length, W validation windows, N any number of sequences.
 """
@@ -82,7 +82,6 @@ class Batches:
     replayed recording (None: endless); ``recording_name``, "" when neither recorded nor replayed; ``identity``, JSON facts
     that are equal for two runs that record and replay the same.
 
-    ``contiguous``: a process's micro-batches are neighbors in the batch.
     ``resume_at``: position stored in the checkpoint that the run goes on from; the recording is cut to that many steps at the next one.
     ``run_id``: a recording of another run is not gone on with.
     Raises ``UserError`` for data or recordings that are absent, foreign, damaged, too short or already there, and for batches that
@@ -97,8 +96,6 @@ class Batches:
         source_run: str = "",
         resume_at: int | None = None,
         run_id: str = "",
-        *,
-        contiguous: bool = False,
     ):
         if config.global_batch % (config.micro_batch * world_size):
             share = f"micro_batch x processes = {config.micro_batch} x {world_size} = {config.micro_batch * world_size}"
@@ -121,7 +118,7 @@ class Batches:
         self.vocabulary_size = self.header.vocabulary_size
         self.recording_name = Path(folder).resolve().name if folder else ""
         self.steps_available = None if recording is None else recording.steps
-        self._config, self._rank, self._world_size, self._contiguous = config, rank, world_size, contiguous
+        self._config, self._rank, self._world_size = config, rank, world_size
         shape = self.header.data_tokens, config.sequence_length, config.global_batch
         self._offsets_at: Callable[[int], np.ndarray] = (
             recording.row if recording else lambda position: random_offsets(config.seed, position, *shape)
@@ -147,9 +144,7 @@ class Batches:
 
     def number(self, micro_step: int) -> int:
         """Which of the step's micro-batches, in the order of the batch, this process has at its ``micro_step``."""
-        if self._contiguous:
-            return self._rank * self.accumulation() + micro_step
-        return micro_step * self._world_size + self._rank
+        return self._rank * self.accumulation() + micro_step
 
     def next(self) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches of the next step: (inputs [B, T], targets [B, T]) int64 on the CPU; recorded by rank 0.

@@ -232,8 +232,7 @@ def open_data(config: TrainConfig, dist: DistContext, origin: Origin, undo: cont
     # At 0 this run's own recording starts again. A new run has no recording and must not touch one of another run.
     resume_at = start.position if start is not None else 0 if origin.resumes else None
     new_recording = dist.is_main and config.data.record and not os.path.exists(config.data.record)
-    mine = dist.rank, dist.world_size, config.run.name, resume_at, origin.run_id
-    batches = Batches(config.data, *mine, contiguous=config.precision.fixed_sum_order)
+    batches = Batches(config.data, dist.rank, dist.world_size, config.run.name, resume_at, origin.run_id)
     undo.callback(batches.discard if new_recording else functools.partial(batches.close, complete=False))
     # Only rank 0 verifies the data, and hosts may have copies of their own. The digest knows the position, too.
     if len(set(distributed.gather(batches.digest()))) > 1:
