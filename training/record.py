@@ -22,7 +22,7 @@ from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded
 from training.metrics import METRICS_FILE, line_digests, read_lines, text_of
-from training.settings import TrainConfig, to_json
+from training.settings import Resume, TrainConfig, to_json
 from training.telemetry import TELEMETRY_FILE
 
 LOCK_FILE = "lock"
@@ -138,8 +138,6 @@ def check_restart(folder: Path, checkpoints: Path, now: TrainConfig, began: dict
     """
     content = _read_record(folder)
     if not content:
-        if foreign := _foreign(folder):
-            raise _no_run(folder, foreign)
         again = f"remove {folder} and start the run again" if folder.exists() else "start the run again"
         raise invalid("run.resume", "yes", f"a checkpoint in {checkpoints}, and there is none: {again}")
     check_settings(str(folder / "config.json"), content["config"], now, branch=False)
@@ -223,28 +221,28 @@ def _read_record(folder: Path) -> dict[str, Any]:
     return content
 
 
-def exists(folder: Path, is_main: bool) -> bool:
-    """Whether a run has begun in ``folder``, as rank 0 sees it; all ranks get its answer.
+def hold(folder: Path, resume: Resume, is_main: bool) -> tuple[bool, FileIO | None]:
+    """Whether a run has begun in ``folder``, as rank 0 sees it; and there, if one has, its ``lock``. All ranks get the answer.
 
-    Raises ``UserError`` for a folder that no run has made. Every rank must call it.
+    Raises ``UserError`` for one that run.resume no does not want, or another process has, and for a folder that no run has made. Every
+    rank must call it.
     """
-    there = False
+    held = None
     with (
         distributed.all_or_none(f"run.name = {folder.name!r}: rank 0 cannot use {folder}"),
         on_disk("run.folder", f"read {folder}"),
         contextlib.suppress(FileNotFoundError),  # another start has just taken back what it had made
     ):
-        if is_main:
-            foreign = _foreign(folder)  # before the look for a run, which another start may just be writing
-            there = begun(folder)
-            if foreign and not there:
-                raise _no_run(folder, foreign)
-    return distributed.any_rank(there)
-
-
-def _no_run(folder: Path, foreign: str) -> UserError:
-    """The error for what is ``_foreign`` in a run's place; nobody is told to remove it."""
-    return invalid("run.name", folder.name, f"a new name, or a run's: {folder} is {foreign}")
+        foreign = (
+            _foreign(folder) if is_main else ""
+        )  # before the look for a run, which another start may just be writing
+        if is_main and begun(folder):
+            if resume == "no":
+                raise name_taken(folder)
+            held = lock(folder)
+        elif foreign:
+            raise invalid("run.name", folder.name, f"a new name, or a run's: {folder} is {foreign}")
+    return distributed.any_rank(held is not None), held
 
 
 def begun(folder: Path) -> bool:
@@ -309,13 +307,6 @@ def lock(folder: Path) -> FileIO:
     busy = f"another process is training {folder} (it has locked {path}): wait for its end, or stop it"
     with on_disk("run.folder", f"write {path}"):
         return files.lock(path, "ab", f"run.name = {folder.name!r}: {busy}")
-
-
-def lock_everywhere(folder: Path, is_main: bool) -> FileIO | None:
-    """``lock`` on rank 0, where the folder holds a run; where it is refused, all ranks raise ``UserError``. Every rank calls it."""
-    refused = f"run.name = {folder.name!r}: rank 0 could not lock {folder}"
-    with distributed.all_or_none(refused), on_disk("run.folder", f"read {folder}"):
-        return lock(folder) if is_main and begun(folder) else None
 
 
 def check_settings(where: str, saved: dict[str, Any], now: TrainConfig, *, branch: bool) -> None:

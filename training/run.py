@@ -116,18 +116,14 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
     check = functools.partial(check_plans, config, dist.device)
     check(plans)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
-    resume = config.run.resume
-    there = resume != "yes" and record.exists(folder, dist.is_main)
-    if there and resume == "no":
-        raise record.name_taken(folder)
-    resumes = there or resume == "yes"
     with contextlib.ExitStack() as undo:
         if dist.is_main:
             paths = folder, Path(config.data.record or folder)
             parents = [parent for path in paths for parent in path.absolute().parents if not os.path.exists(parent)]
             undo.callback(record.remove_empty, parents)
-        lock = record.lock_everywhere(folder, dist.is_main) if resumes else None
+        there, lock = record.hold(folder, config.run.resume, dist.is_main)
         undo.enter_context(lock or contextlib.nullcontext())
+        resumes = there or config.run.resume == "yes"
         loaded = checkpoint_to_resume(config, dist, checkpoints) if resumes else None
         start = loaded or checkpoint_to_branch_from(config, dist)
         if resumes and loaded is None:
