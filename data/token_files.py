@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import numpy as np
 
 import files
-from errors import UserError, on_disk
+from errors import UserError, check_types, on_disk
 
 DATASETS = Path("data/tokens")
 """Where scripts/prepare_data.py writes unless told otherwise."""
@@ -39,9 +39,7 @@ class TokenHeader:
     source: str  # what it was made from, for people
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(TokenHeader).items():
-            if type(getattr(self, name)) is not kind:
-                raise ValueError(f"{name} is of another type")
+        check_types("", self)
         if self.format_version != FORMAT_VERSION:
             raise ValueError(f"format_version {self.format_version}, this program reads {FORMAT_VERSION}")
         if self.dtype not in DTYPES:

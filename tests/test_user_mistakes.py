@@ -151,7 +151,7 @@ READ: dict[str, tuple[str, str, Spoil, str]] = {
     "nested too deep": (REPLAY, HEADER, having(b"[" * 100_000 + b"]" * 100_000), "nested too deep"),
     "a FIFO": (REPLAY, HEADER, fifo, "expected the folder of a recording"),
     "a FIFO for offsets": (REPLAY, "recordings/run/offsets.npy", fifo, "not a file"),
-    "data's field": ("train new.py", "data/train.json", field("vocabulary_size", "x" * 100_000), "vocabulary_size is of another type"),
+    "data's field": ("train new.py", "data/train.json", field("vocabulary_size", "x" * 100_000), "expected a value of type int"),
     "a checkpoint's field": (RESUME, f"{STEPS}/state.json", field("position", None), "position of state.json is of type NoneType"),
     "a checkpoint's extra": (RESUME, f"{STEPS}/state.json", field("extra", {}), "extra of state.json has no guard"),
     "a checkpoint's tensors": (RESUME, f"{STEPS}/rng.safetensors", having(b"12345"), "header too small"),
