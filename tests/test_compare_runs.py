@@ -23,18 +23,27 @@ BATCHES = {"data_sha256": "aa", "recording": "night", "recording_start": "00", "
 
 
 def write_run(
-    folder: Path, losses: list[float], *, digests: str = "", first: int = 0, preset: str = "flash", **columns: float
+    folder: Path,
+    losses: list[float],
+    *,
+    digests: str = "",
+    first: int = 0,
+    preset: str = "flash",
+    config: dict[str, Any] | None = None,
+    record: dict[str, Any] | None = None,
+    **columns: float,
 ) -> Path:
-    """A run whose step s has digest ``digests[s]`` (repeated to length; "" for none)."""
+    """A run whose step s has digest ``digests[s]`` (repeated to length; "" for none). ``config`` and ``record``: further entries."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(folder)
     for i, loss in enumerate(losses):
         digest = {"data_digest": digests[min(i, len(digests) - 1)] * 16} if digests else {}
         metrics.log(first + i, train_loss=loss, **digest, **columns)
     metrics.close()
-    config = {"attention": {"default": {"preset": preset}}, "run": {"name": folder.name, "seed": 42, "steps": 6}}
-    record = {"config": config, "attention_name": f"{preset} (paper)", "batches": BATCHES}
-    (folder / "config.json").write_text(json.dumps(record))
+    run = {"name": folder.name, "seed": 42, "steps": 6}
+    settings = {"attention": {"default": {"preset": preset}}, "run": run} | (config or {})
+    content = {"config": settings, "attention_name": f"{preset} (paper)", "batches": BATCHES} | (record or {})
+    (folder / "config.json").write_text(json.dumps(content))
     return folder
 
 
@@ -129,9 +138,7 @@ def test_the_layer_of_the_largest_logit_is_told(
 
 def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, norm, processes in (("one", 1.0, 1), ("other", 1.5, 1), ("two", 1.0, 2)):
-        run = write_run(tmp_path / name, [2.0] * 6, grad_norm=norm)
-        content = json.loads((run / "config.json").read_text()) | {"device": {"processes": processes}}
-        (run / "config.json").write_text(json.dumps(content))
+        write_run(tmp_path / name, [2.0] * 6, grad_norm=norm, record={"device": {"processes": processes}})
     shown = told(capsys, *(tmp_path / name for name in ("one", "other", "two")))
     assert "other against one: bits differ from step 0 on, first in grad_norm; no setting differs." in shown
     same = "two against one: the same bits in every loss, gradient norm and probe that both logged; no setting differs"
@@ -147,10 +154,9 @@ def test_of_all_that_parts_at_one_step_three_are_named(tmp_path: Path, capsys: p
 
 
 def test_a_log_that_a_resume_found_changed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_run(tmp_path / "a", [2.0] * 6) / "config.json"
     sessions = {"sessions": [{}, {"logs_changed": ["metrics.jsonl: changed since S: line 3"]}]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | sessions))
-    assert "\na: metrics.jsonl: changed since S: line 3.\n" in told(capsys, tmp_path / "a")
+    run = write_run(tmp_path / "a", [2.0] * 6, record=sessions)
+    assert "\na: metrics.jsonl: changed since S: line 3.\n" in told(capsys, run)
 
 
 def test_why_a_run_stopped_early_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,10 +173,8 @@ def test_rules_are_told_as_the_table_names_them(tmp_path: Path, capsys: pytest.C
         ("a", [], "flash"),
         ("b", [{"layers": [1]}], "flash; layer 1 fp8 (tile_k=0); layer 2 fp8"),
     ):
-        path = write_run(tmp_path / name, [2.0] * 6) / "config.json"
-        record = json.loads(path.read_text()) | {"attention_name": label}
-        record["config"]["attention"]["rules"] = rules
-        path.write_text(json.dumps(record))
+        config = {"attention": {"rules": rules}}
+        write_run(tmp_path / name, [2.0] * 6, config=config, record={"attention_name": label})
     change = "attention.rules: none -> (layer 1 fp8 (tile_k=0); layer 2 fp8)."
     assert f"; {change}\n" in told(capsys, tmp_path / "a", tmp_path / "b")
 
@@ -197,13 +201,10 @@ def test_the_sites_behind_a_preset_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: str, ours: list[Any], theirs: list[Any], sites: str
 ) -> None:
     for name, value, preset, groups in (("a", "x", "flash", ours), ("b", "y", "standard", theirs)):
-        path = write_run(tmp_path / name, [2.0] * 6, preset=preset) / "config.json"
-        numerics = dict.fromkeys(("delta", *(f"s{i:02}" for i in range(13))), value) | {
-            "output": "same",
-            f"in_{name}": 1,
-        }
+        numerics = dict.fromkeys(("delta", *(f"s{i:02}" for i in range(13))), value)
+        numerics |= {"output": "same", f"in_{name}": 1}
         attention = [{"backend": backend, "numerics": numerics, "heads_of_layer": heads} for heads in groups]
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"attention": attention}))
+        write_run(tmp_path / name, [2.0] * 6, preset=preset, record={"attention": attention})
     assert f"; attention.default.preset: 'flash' -> 'standard'{sites}.\n" in told(
         capsys, tmp_path / "a", tmp_path / "b"
     )
@@ -238,9 +239,8 @@ def test_a_record_with_a_value_of_another_type_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: dict[str, Any]
 ) -> None:
     write_run(tmp_path / "runs/good", [2.0] * 6)
-    path = write_run(tmp_path / "runs/odd", [2.0] * 6) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | broken))
-    assert f"Left out: {path}: not the record of a run." in told(capsys, tmp_path / "runs")
+    odd = write_run(tmp_path / "runs/odd", [2.0] * 6, record=broken)
+    assert f"Left out: {odd}/config.json: not the record of a run." in told(capsys, tmp_path / "runs")
 
 
 @pytest.mark.parametrize(
@@ -259,11 +259,10 @@ def test_a_sentence_on_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 def test_the_sentence_on_data_names_runs_whose_bytes_nobody_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [write_run(tmp_path / name, [2.0] * 6, digests="d") for name in "ab"]
-    for run, verify in zip(runs, ("sha256", "size"), strict=True):
-        content = json.loads((run / "config.json").read_text())
-        content["config"]["data"] = {"verify": verify}
-        (run / "config.json").write_text(json.dumps(content))
+    runs = [
+        write_run(tmp_path / name, [2.0] * 6, digests="d", config={"data": {"verify": verify}})
+        for name, verify in (("a", "sha256"), ("b", "size"))
+    ]
     shown = told(capsys, *runs)
     assert "(recording night); the bytes of b were not verified (data.verify size).\n" in shown
     assert "; data.verify: 'sha256' -> 'size'." in shown
