@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from errors import UserError
-from training.metrics import read_metrics
-from training.telemetry import TELEMETRY_FILE, read_telemetry
+from training.metrics import read_lines, read_metrics
+from training.telemetry import TELEMETRY_FILE
 
 EXPLOSION_DEFINITION = (
     "Explosion: the first step from which the training loss stays more than {margin:g} above its best so far"
@@ -65,9 +65,10 @@ def _check_numbers(table: pd.DataFrame, names: Iterable[str], folder: Path) -> N
 def telemetry(folder: Path) -> pd.DataFrame:
     """The probes of a run, lists by layer or by layer and head in the cells; empty without telemetry. Raises ``UserError``."""
     path = folder / TELEMETRY_FILE
-    if not path.exists() or not path.stat().st_size:  # it died before its first probe
+    probes = list(read_lines(path)) if path.exists() else []
+    if not probes:  # it died before its first one
         return pd.DataFrame()
-    table = by_step(read_telemetry(folder))
+    table = by_step(probes)
     _check_numbers(table, ("w_q_norm", "max_logit", *({"w_k_norm", "ties_1e3"} & set(table))), folder)
     return table
 

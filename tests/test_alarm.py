@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import Place, completed, weights
+from tiny_runs import Place, completed, lines, weights
 
 from attention.watching.growth import GrowthAlarm, GrowthRule, Probe, growth
 from attention.watching.verdict import TEST, answer, main, table
 from errors import UserError
 from training.intervention import AlarmConfig, update_alarm
-from training.telemetry import read_telemetry
 
 BF16 = {"precision.dtype": "bfloat16"}
 L, H = 6, 4
@@ -165,7 +164,7 @@ def test_a_run_says_each_layer_once_and_changes_no_bit(place: Place, capsys: pyt
     place.train("warned", {**fields, "run.steps": 12})
     run = place.train("warned", {**fields, "run.resume": "yes"})
     said = [line for line in capsys.readouterr().out.splitlines() if "ALARM" in line]
-    expected = alarms(read_telemetry(run), TOUCHY, 5)
+    expected = alarms(lines(run, name="telemetry.jsonl"), TOUCHY, 5)
     assert expected[0].step == 9  # probes behind the warm-up are those of steps 6 and 9
     assert said == [f"ALARM: {found}" for found in expected]
     assert weights(run, 20) == weights(stable, 20)

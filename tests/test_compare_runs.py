@@ -17,7 +17,6 @@ from tiny_runs import Place, lines
 from scripts import compare_runs
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.metrics import Metrics, text_of
-from training.telemetry import read_telemetry
 
 BATCHES = {"data_sha256": "aa", "recording": "night", "recording_start": "00", "sequence_length": 64}
 
@@ -294,7 +293,7 @@ def summary(folder: Path, at: Sequence[int] = ()) -> dict[str, Any]:
 
 def test_a_run_of_train_py_has_its_row(place: Place) -> None:
     row = summary(place.runs / "one", [10])
-    logged, probes = lines(place.runs / "one"), read_telemetry(place.runs / "one")
+    logged, probes = lines(place.runs / "one"), lines(place.runs / "one", name="telemetry.jsonl")
     losses = [line["train_loss"] for line in logged if "train_loss" in line]
     validation = {line["step"]: line["val_loss"] for line in logged if "val_loss" in line}
     assert (row["ended"], row["last_step"], row["attention"]) == ("stable to 19 (too short to tell)", 19, "flash")

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import causal_scores
-from tiny_runs import Place, column, optimizer, preset, tiny_model, weights
+from tiny_runs import Place, column, lines, optimizer, preset, tiny_model, weights
 
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from probes.capture import capture
 from probes.delta_error import delta_errors
-from training.telemetry import STATISTICS, measure, read_telemetry
+from training.telemetry import STATISTICS, measure
 
 BF16 = {"precision.dtype": "bfloat16"}
 OFTEN, NEVER = {"telemetry.every": 1}, {"telemetry.every": 0}
@@ -39,7 +39,7 @@ def test_weights_are_the_same_bits_with_a_probe_every_step_and_with_none(place: 
         place.train(f"{name}_{word}", {**SETTINGS[name], **every, "checkpoint.every": 5, "evaluation.every": 0})
         for word, every in (("often", OFTEN), ("never", NEVER))
     )
-    assert len(read_telemetry(with_probes)) == 21
+    assert len(lines(with_probes, name="telemetry.jsonl")) == 21
     assert weights(with_probes, 20) == weights(without, 20)
     assert optimizer(with_probes, 20) == optimizer(without, 20)
     assert column(with_probes, "train_loss") == column(without, "train_loss")

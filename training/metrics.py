@@ -17,7 +17,7 @@ The columns a training run writes (each line carries ``step`` and whichever of t
     w_q_norm_0 ...     spectral norm of each layer's W_Q; w_q_norm_max is the largest, in layer w_q_norm_layer
     max_logit_max ...  the extremes of a probe's other columns (training.telemetry.summary_columns), which are in telemetry.jsonl
 
-Strict JSON has no NaN and no infinity: they are the strings "nan", "inf" and "-inf", which ``read_metrics`` turns back into floats. Finite
+Strict JSON has no NaN and no infinity: they are the strings "nan", "inf" and "-inf", which ``read_lines`` turns back into floats. Finite
 floats survive bit for bit.
 """
 
@@ -122,19 +122,13 @@ class Metrics:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    return read_run_file(folder, METRICS_FILE, "so it is not the folder of a run")
-
-
-def read_run_file(folder: Path, name: str, absent: str) -> list[dict[str, Any]]:
-    """``read_lines`` of a file of a run's folder; ``absent`` says what its absence means.
-
-    Raises ``UserError``: no such folder, no such file in it, no line in it yet, or a line that is not a record.
-    """
+    """``read_lines`` of a run's metrics. Raises ``UserError``: no such folder, no such file in it, no line in it yet, or a line that is not
+    a record."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder")
-    path = folder / name
+    path = folder / METRICS_FILE
     if not path.is_file():
-        raise UserError(f"{folder}: no {name} in it, {absent}")
+        raise UserError(f"{folder}: no {METRICS_FILE} in it, so it is not the folder of a run")
     lines = list(read_lines(path))
     if not lines:
         raise UserError(f"{path}: no line in it yet")

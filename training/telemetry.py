@@ -28,7 +28,7 @@ from model import GPT
 from probes.capture import LayerCapture, capture
 from probes.delta_error import delta_errors, over_groups, problem_of, row_residuals, summarize
 from probes.spectral import attention_norms
-from training.metrics import JsonLines, read_run_file
+from training.metrics import JsonLines
 from training.optim import learning_rate
 from training.precision import rounding_seed
 
@@ -183,8 +183,3 @@ def summary_columns(record: dict[str, Any]) -> dict[str, float | int]:
             for n in ("top_1", "ties_1e3", "v_one_signed", "delta_error_rms", "row_residual_rms")
         },
     }
-
-
-def read_telemetry(folder: Path) -> list[dict[str, Any]]:
-    """All probes of a run in file order, by ``read_run_file``."""
-    return read_run_file(folder, TELEMETRY_FILE, "made with --telemetry.every 0, or not the folder of a run")
