@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -49,12 +48,9 @@ class PreemptionHandler:
         self._left = threading.Event()
         self._since = self._interrupted = -ONE_REQUEST
         self._before: dict[signal.Signals, Any] = {}
-        self._terminals: list[int] = []
 
     def __enter__(self) -> "PreemptionHandler":
         if threading.current_thread() is threading.main_thread():
-            outputs = (sys.__stdout__, sys.__stderr__)
-            self._terminals = [stream.fileno() for stream in outputs if stream and stream.isatty()]
             handlers = {**dict.fromkeys(SIGNALS, self._handle), signal.SIGINT: self._interrupt}
             for number, handler in handlers.items():
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
@@ -92,9 +88,6 @@ class PreemptionHandler:
             signal.signal(number, signal.SIG_IGN if self.leaving and asked else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:  # the terminal has gone, and a line written to it would end the run before it saves
-            for descriptor in self._terminals:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         if not self.requested:
             self.requested, self._since = True, time.monotonic()
             if self.starting:
