@@ -199,10 +199,12 @@ def outline(plans: Sequence[LayerPlan], dtype: str) -> list[str]:
     """A line for each attention: its layers, its heads unless all, its name, and the sites that it reads and that are not as in base
     ``fp32``, where q, k and v are ``dtype`` (``fp32``, ``bf16`` or ``fp16``). Of one that rounds nothing there it says so."""
     places: dict[tuple[str, str, str], dict[str, list[int]]] = {}
+    alike = all(group.spec.numerics == "hardware" for plan in plans for group in plan.groups)
+    beside = "hardware" if alike else ""
     for plan in plans:
         for group in plan.groups:
             heads = f" heads {_ranges(group.heads)}" if len(plan.groups) > 1 else ""
-            where = places.setdefault((group.spec.label(), group.backend, group.numerics), {})
+            where = places.setdefault((group.spec.label(default_base=beside), group.backend, group.numerics), {})
             where.setdefault(heads, []).append(plan.layer)
     told = []
     for (label, backend, key), where in places.items():

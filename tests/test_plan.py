@@ -48,7 +48,7 @@ def test_the_outline_has_layers_heads_and_sites_of_each_attention() -> None:
     plans = AttentionConfig(default=AttentionSpec(numerics="fp32"), rules=(rule,)).resolve(12, 3)
     exact, coarse = outline(plans, "bf16")
     assert exact == "layer 0, 2-11; layer 1 heads 1: flash (fp32): inputs=bf16, output=bf16"
-    assert coarse.startswith("layer 1 heads 0, 2: flash (output=m3): ")
+    assert coarse.startswith("layer 1 heads 0, 2: flash (hardware, output=m3): ")
     assert " output=m3, " in coarse
 
 
@@ -58,7 +58,7 @@ def test_each_attention_that_rounds_nothing_is_told_beside_one_that_rounds() -> 
     coarse, exact = outline(AttentionConfig(default=default, rules=(rule,)).resolve(3, 2), "fp32")
     assert "rounds nothing" not in coarse
     nothing = "rounds nothing in fp32: a base such as numerics=microcosm does"
-    assert exact == f"layer 1: flash: exponent=fma, delta_output=output; {nothing}"
+    assert exact == f"layer 1: flash (hardware): exponent=fma, delta_output=output; {nothing}"
 
 
 @pytest.mark.parametrize(
