@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from attention.backends import BACKENDS
 from attention.numerics import SITES
 from attention.plan import AttentionConfig, AttentionSpec
 from errors import UserError, invalid
@@ -95,20 +96,26 @@ def load(arguments: list[str]) -> TrainConfig:
 
 
 def _check_bases(config: TrainConfig, replaced: list[AttentionSpec], typed: set[str]) -> None:
-    """Raise ``UserError`` where a rule or an ablation has lost the base: neither inherits one, and in FP32 ``hardware`` rounds nothing.
+    """Raise ``UserError`` where a rule or an ablation has lost the base, as neither inherits one: a rule on ``hardware`` beside a default on
+    another base; and beside any base that rounds, what rounds nothing in FP32.
 
     ``replaced``: the recipe's default, if an ablation took its place. Not where the base is among the options ``typed``, nor of
-    ``standard``, a control.
+    ``standard``, a control, or a kernel that rounds in its own way.
     """
-    specs = {"attention.default": config.attention.default}
-    specs |= {f"attention.rules.{index}.attention": rule.attention for index, rule in enumerate(config.attention.rules)}
-    bases = [spec.numerics for spec in (*replaced, *specs.values()) if spec.numerics not in ("hardware", "fp32")]
-    for name, spec in specs.items() if bases and config.precision.dtype == "float32" else ():
-        lost = spec.numerics == "hardware" and spec.preset != "standard" and f"--{name}.numerics" not in typed
-        if lost and not spec.rounds("fp32"):
-            meant = f"--{name}.numerics {bases[0]} or fp32"
-            expected = f"a base, as this one rounds nothing in float32 and none is inherited: {meant}"
-            raise invalid(f"{name}.numerics", spec.numerics, expected)
+    default = config.attention.default
+    rules = {f"attention.rules.{index}.attention": rule.attention for index, rule in enumerate(config.attention.rules)}
+    specs = {"attention.default": default} | rules
+    bases = [one.numerics for one in (default, *replaced, *rules.values()) if one.numerics != "hardware"]
+    rounds = config.precision.dtype != "float32" or not set(bases) - {"fp32"}
+
+    def lost(name: str, spec: AttentionSpec) -> bool:
+        own = spec.preset == "standard" or not BACKENDS[spec.resolved_backend].has_sites
+        forgotten = not own and spec.numerics == "hardware" and f"--{name}.numerics" not in typed
+        return forgotten and (spec.numerics != default.numerics or not (rounds or spec.rounds("fp32")))
+
+    if names := [name for name, spec in specs.items() if lost(name, spec)]:
+        meant = " ".join(f"--{name}.numerics {bases[0]}" for name in names)
+        raise invalid(f"{names[0]}.numerics", "hardware", f"a base, as none is inherited: {meant}; or hardware, typed")
 
 
 def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:

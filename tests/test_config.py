@@ -38,7 +38,8 @@ def test_a_base_that_rounds_nothing_can_be_typed() -> None:
 def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path | None) -> None:
     files = [str(path) for path in (recipe, ablation) if path]
     if recipe.stem == "quickstart" and ablation and ablation.stem not in ("tiny_layer_1", "outlier_heads"):
-        base = "a base, as this one rounds nothing in float32 and none is inherited: --attention.default.numerics microcosm"
+        lost = ("--attention.default.numerics", *["--attention.rules.0.attention.numerics"] * ("fp8" not in ablation.stem))
+        base = "a base, as none is inherited: " + "".join(f"{option} microcosm[ ;]" for option in lost)
         with pytest.raises(UserError, match=rf"^attention\.default\.numerics = 'hardware': expected {base}"):
             load(files)
         return
@@ -56,15 +57,18 @@ def test_an_ablation_is_checked_after_the_options(option: str) -> None:
     load([DEBUG, str(RECIPES / "ablations/outlier_heads.py"), *option.split()])
 
 
-def test_a_rule_that_lost_the_base_is_named(tmp_path: Path) -> None:
-    """With an ablation whose default has the base."""
-    with_base = (RECIPES / "ablations/tiny_layer_1.py").read_text()
+@pytest.mark.parametrize("spec", ["preset='flash_fp32_o'", "sites=('values=e4m3_row',)"])
+@pytest.mark.parametrize("base", ["microcosm", "fp32"])
+def test_a_rule_that_lost_the_base_of_its_ablation_s_default_is_named(tmp_path: Path, base: str, spec: str) -> None:
     (ablation := tmp_path / "lost.py").write_text(
-        with_base.replace('"flash_fp32_o", numerics="microcosm"', '"flash_fp32_o"')
+        "from attention import AttentionConfig, AttentionRule, AttentionSpec\n"
+        f"rules = (AttentionRule(attention=AttentionSpec({spec})),)\n"
+        f"attention = AttentionConfig(default=AttentionSpec(numerics='{base}'), rules=rules)\n"
     )
-    assert ablation.read_text() != with_base
+    files = [str(RECIPES / "quickstart.py"), str(ablation)]
     with pytest.raises(UserError, match=r"^attention\.rules\.0\.attention\.numerics = 'hardware': expected a base"):
-        load([str(RECIPES / "quickstart.py"), str(ablation)])
+        load(files)
+    load([*files, "--attention.rules.0.attention.numerics", "hardware"])
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda path: path.stem)
