@@ -92,7 +92,16 @@ def load(arguments: list[str]) -> TrainConfig:
         object.__setattr__(config, "attention", attention)
     config = override(config, rest)
     _check_bases(config, replaced, typed={argument.partition("=")[0].replace("_", "-") for argument in rest})
+    for name, spec in _specs(config).items():
+        for site, why in spec.unread().items():
+            raise invalid(f"{name}.sites", " ".join(spec.sites), f"no {site}, as nothing reads it with {why}")
     return config
+
+
+def _specs(config: TrainConfig) -> dict[str, AttentionSpec]:
+    """The default and those of the rules, by their names as options."""
+    rules = {f"attention.rules.{index}.attention": rule.attention for index, rule in enumerate(config.attention.rules)}
+    return {"attention.default": config.attention.default} | rules
 
 
 def _check_bases(config: TrainConfig, replaced: list[AttentionSpec], typed: set[str]) -> None:
@@ -103,9 +112,8 @@ def _check_bases(config: TrainConfig, replaced: list[AttentionSpec], typed: set[
     ``standard``, a control, or a kernel that rounds in its own way.
     """
     default = config.attention.default
-    rules = {f"attention.rules.{index}.attention": rule.attention for index, rule in enumerate(config.attention.rules)}
-    specs = {"attention.default": default} | rules
-    bases = [one.numerics for one in (default, *replaced, *rules.values()) if one.numerics != "hardware"]
+    specs = _specs(config)
+    bases = [one.numerics for one in (default, *replaced, *specs.values()) if one.numerics != "hardware"]
     rounds = config.precision.dtype != "float32" or not set(bases) - {"fp32"}
 
     def lost(name: str, spec: AttentionSpec) -> bool:

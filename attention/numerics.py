@@ -76,6 +76,8 @@ class Site:
     elsewhere: Any
     conflict: tuple[str, Callable[[Numerics], bool]] | None = None
     """What is expected where other sites exclude the value, and whether those of a ``Numerics`` do."""
+    unread_with: tuple[str, tuple[str, ...]] | None = None
+    """Another site, and its values with which nothing reads this one."""
     without: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What excludes all values but the default, of ``FEATURES``, and why."""
     per_tile: bool = False
@@ -269,6 +271,7 @@ class Numerics:
         "the O in delta: output (the same values), or a format or low16 of an O that accumulator has not rounded",
         ("output", *OPERAND_FORMATS, "low16"),
         (FORWARD, DELTA),
+        unread_with=("delta", ("rowsum_p_dp", "rowsum_p_dp_normalized")),
         conflict=(
             "output or a format where tile_product or accumulator is not fp32, or output_rounding not nearest: O then "
             "lacks more than low16 holds",
@@ -285,6 +288,7 @@ class Numerics:
         "of delta_output, if it has a format of its own",
         ROUNDINGS,
         (FORWARD,),
+        unread_with=("delta", ("rowsum_p_dp", "rowsum_p_dp_normalized")),
         conflict=(
             "nearest where delta_output is output, low16 or fp32 (or input, with q in float32): delta's O is not rounded there; or a "
             "format below BF16, whose name says it",
@@ -297,6 +301,7 @@ class Numerics:
         ("probabilities", *DTYPE_FORMATS),
         (FORWARD,),
         backends=REFERENCE,
+        unread_with=("delta", ("rowsum_p_dp", "rowsum_p_dp_normalized")),
         conflict=(
             "probabilities where delta_output is output or low16: delta then reads O",
             lambda n: n.probabilities_in_delta != "probabilities" and n.delta_output in ("output", "low16"),
@@ -323,6 +328,7 @@ class Numerics:
         ("a finite number other than 0", lambda size: math.isfinite(size) and size != 0),
         acts_in=(DELTA,),
         backends=FLASH,
+        unread_with=("delta_error", ("none",)),
     )
     delta_error_rows: str = _choice(
         "rows with delta_error: all, tied, untied, one_hot, as_many_as_tied, as_many_as_untied",
@@ -379,7 +385,11 @@ class Numerics:
     """``up``: m to the next whole multiple of ln 2. Then exp(m - m') is a power of 2, and P_bar is rounded alike whichever m it was formed
     with. It is in (1/2, 1] at the row's maximum, but for the FMA's half unit of m."""
     row_max_beta: float = _number(
-        2.0, "beta of the stabilized forms", ("a number above 1", lambda beta: 1 < beta < math.inf), backends=FLASH
+        2.0,
+        "beta of the stabilized forms",
+        ("a number above 1", lambda beta: 1 < beta < math.inf),
+        backends=FLASH,
+        unread_with=("row_max", ("plain",)),
     )
     """Tied positive maxima are shifted to beta * r_m."""
     row_max_gamma: float = _number(
@@ -387,6 +397,7 @@ class Numerics:
         "gamma of the stabilized forms",
         ("a finite number, 0 or above", lambda gamma: 0 <= gamma < math.inf),
         backends=REFERENCE,
+        unread_with=("row_max", ("plain",)),
         conflict=(
             "0 where hidden_tiles is visited: a masked row of a tile would be shifted to gamma times the lowest number",
             lambda n: n.row_max_gamma != 0 and n.hidden_tiles == "visited",
@@ -398,6 +409,7 @@ class Numerics:
         "scores this close to the maximum are ties",
         ("0 <= tolerance < 1", lambda tolerance: 0 <= tolerance < 1),
         backends=FLASH,
+        unread_with=("row_max", ("plain",)),
     )
     """0 is the exact comparison of the paper's first version."""
     row_max_cap: float = _number(
@@ -405,6 +417,7 @@ class Numerics:
         "largest shift of stabilized_safe, ln(2^18 / 239)",
         ("0 < cap <= 80 (exp(-cap) must be normal)", lambda cap: 0 < cap <= 80),
         backends=FLASH,
+        unread_with=("row_max", ("plain", "stabilized", "scaled")),
     )
     """Above the row maximum: l >= exp(-cap). At 7.0002, exp(-cap) = 239 * 2^-18 is a BF16 and FP16 number, so that rows at the cap lose
     nothing to the rounding of P_bar (where m + cap is exact), and one with an odd 8-bit significand, unlike 1."""
@@ -516,6 +529,12 @@ def unrounded(n: Numerics, also: str = "fp32") -> bool:
 def lacked_by(backend: str) -> dict[str, Any]:
     """The sites that a backend does not have, and the values that it has in their place."""
     return {name: declared.elsewhere for name, declared in SITES.items() if backend not in declared.backends}
+
+
+def unread(values: Mapping[str, Any]) -> dict[str, str]:
+    """The sites of a ``Numerics`` that nothing reads, given its ``values`` by name, and what of them is why, as ``site=value``."""
+    beside = ((name, *declared.unread_with) for name, declared in SITES.items() if declared.unread_with)
+    return {name: f"{other}={values[other]}" for name, other, why in beside if values.get(other) in why}
 
 
 def folds(n: Numerics, scale: float, softcap: float) -> bool:

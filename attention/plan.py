@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .backends import BACKENDS, FLASH_BACKENDS, Call, numerics_of, obstacle
-from .numerics import BASES, LOW_FORMATS, MANTISSA_FORMATS, Numerics, lacked_by, parse_site
+from .numerics import BASES, LOW_FORMATS, MANTISSA_FORMATS, Numerics, lacked_by, parse_site, unread
 from .presets import EXTERNAL, PRESETS, named, unaliased
 from .user_error import UserError, invalid
 
@@ -79,6 +79,11 @@ class AttentionSpec:
         """The roundings: base, then the preset's sites, then ``sites``."""
         base = BASES[self.numerics]
         return base.with_sites(named(self.preset).of(base)).with_sites(dict(parse_site(s) for s in self.sites))
+
+    def unread(self) -> dict[str, str]:
+        """Those of ``sites`` that nothing reads, by name, and what is why, as ``site=value``."""
+        why = unread(asdict(self.resolve()))
+        return {name: why[name] for name, _ in map(parse_site, self.sites) if name in why}
 
     def rounds(self, dtype: str) -> bool:
         """Whether it rounds anything where q, k and v are ``dtype`` (``fp32``, ``bf16`` or ``fp16``), or as its kernel does."""
@@ -236,9 +241,8 @@ def _sites_read(numerics: Numerics, backend: str) -> dict[str, Any]:
     if numerics.delta_error != "none":
         sites["delta_error_size"] = numerics.delta_error_size
     # A flash backend refuses the sites that it lacks.
-    unread = {"delta_output"} if numerics.delta != "rowsum_do_o" else set()
-    unread |= lacked_by(backend).keys() if backend not in FLASH_BACKENDS else set()
-    return {name: value for name, value in sites.items() if name not in unread}
+    lacked = lacked_by(backend) if backend not in FLASH_BACKENDS else {}
+    return {name: value for name, value in sites.items() if name not in unread(asdict(numerics)) | lacked}
 
 
 def _round(sites: dict[str, Any]) -> bool:

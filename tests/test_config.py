@@ -71,6 +71,19 @@ def test_a_rule_that_lost_the_base_of_its_ablation_s_default_is_named(tmp_path: 
     load([*files, "--attention.rules.0.attention.numerics", "hardware"])
 
 
+@pytest.mark.parametrize(
+    ("sites", "said"),
+    [
+        ("row_max_beta=3", "no row_max_beta, as nothing reads it with row_max=plain"),
+        ("delta_error_size=0.5", "no delta_error_size, as nothing reads it with delta_error=none"),
+        ("delta=rowsum_p_dp delta_output=fp32", "no delta_output, as nothing reads it with delta=rowsum_p_dp"),
+    ],
+)
+def test_a_typed_site_that_nothing_reads_is_refused(sites: str, said: str) -> None:
+    with pytest.raises(UserError, match=rf"^attention\.default\.sites = '{sites}': expected {said}$"):
+        load([DEBUG, "--attention.default.sites", *sites.split()])
+
+
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda path: path.stem)
 def test_ablation_changes_attention_only(ablation: Path) -> None:
     recipe = str(RECIPES / "gpt2_paper.py")
