@@ -16,7 +16,7 @@ How a run ended:
     open since N         the loss is above the margin since N, for fewer steps than that: too soon to tell
     stable to N          none of these, and the run has all its steps; too short to tell where they are fewer than make an explosion
     stopped early at N   none of these, and it has not
-Behind that, in the printed table and the picture:
+Behind that, in the printed table and the picture, where "stable to N" is then "not failed by this rule to N":
     layer L above 10,000 from N        its first probe with a logit above that; the first two such layers by name
     logits not a number from N         the first probe with such a logit
 A run that begins at the reference's step N, on the same batches, is judged with the reference's losses before N. Steps whose update was
@@ -225,6 +225,12 @@ def runs_away(run: Run) -> str:
     return told + (f"; logits not a number from {min(broken):,}" if broken else "")
 
 
+def told_end(ended: str, run: Run) -> str:
+    """``ended`` and what stands behind it: the rule compares a loss with the run's own best, and so may miss a run that ran away."""
+    away = runs_away(run)
+    return (ended.replace("stable to", "not failed by this rule to") if away else ended) + away
+
+
 def why_stopped(run: Run) -> list[str]:
     """What exit.json says of a run that did not end by itself; nothing where there is none, as of one that goes on."""
     try:
@@ -349,7 +355,7 @@ def markdown(table: pd.DataFrame, runs: Sequence[Run]) -> str:
     for _, row in table.iterrows():
         run = of_name[row["run"]]
         rows.append([cell(name, row[name]) for name in names])
-        rows[-1][names.index("ended")] += runs_away(run)
+        rows[-1][names.index("ended")] = told_end(row["ended"], run)
         if run is runs[0] and len(runs) > 1:
             rows[-1][names.index("run")] += " (reference)"
         if "max_logit_max_largest" in names and (layer := run.layer_of_largest_logit()):
@@ -527,7 +533,7 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]], layer: int | None,
         logits = run.of_layers("max_logit", "max" if layer is None else str(layer)).rename("max_logit_max")
         logits = logits.map(lambda value: "nan" if value != value else value)  # for its cross
         metrics = run.metrics.drop(columns="max_logit_max", errors="ignore").join(logits, how="outer")
-        label = f"{run.name}: {row['attention']}, {row['ended']}{runs_away(run)}"
+        label = f"{run.name}: {row['attention']}, {told_end(row['ended'], run)}"
         drawn.append(DrawnRun(label, metrics, row["exploded_at"]))
     with on_disk(f"--out {path}", "be written"):
         draw_runs(drawn, path, "" if layer is None else f" of layer {layer}")

@@ -99,7 +99,7 @@ def test_a_layer_whose_logits_run_away_is_told_behind_the_end(
     run = write_run(tmp_path / "run", [2.0] * 6)
     (run / "probes.csv").write_text("step,max_logit_0,max_logit_1\n0,1,10000\n2,10001,5\n4,20000,5\n")
     compare(run, "--out", "none", "--patience", 3, "--table", tmp_path / "table.csv")
-    assert "| stable to 5; layer 0 above 10,000 from 2 |" in capsys.readouterr().out
+    assert "| not failed by this rule to 5; layer 0 above 10,000 from 2 |" in capsys.readouterr().out
     assert ",stable to 5," in (tmp_path / "table.csv").read_text()
 
 
