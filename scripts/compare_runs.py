@@ -44,6 +44,7 @@ with trainer_packages():
 
     import files
     from attention.backends import BACKENDS
+    from attention.numerics import unread
     from figures import curves
     from figures.runs import DrawnRun, draw_runs
     from training.checkpoint import MODEL_FILE, OPTIMIZER_FILE, found_in, written_sums
@@ -408,21 +409,44 @@ def against(first: Run, run: Run) -> str:
 
 
 def sites_changed(first: Run, run: Run) -> list[str]:
-    """The sites in both records that differ, for groups of the same heads: what a preset's name hides."""
+    """The sites in both records that differ, by the heads with one change: what a preset's name, or that of a rule, hides."""
     old, new = (one.config.get("attention") or [] for one in (first, run))
-    heads = [[group["heads_of_layer"] for group in groups] for groups in (old, new)]
-    if not len(old) == len(new) == 1 and heads[0] != heads[1]:  # of one group they are all, in whichever words
-        return []
+    # A group alone has all heads, in whichever words.
+    parts = [group["heads_of_layer"] for groups in (old, new) if len(groups) > 1 for group in groups]
+    heads = sorted({(int(layer), head) for part in parts for layer, of_layer in part.items() for head in of_layer})
+    told: dict[str, list[tuple[int, int]]] = {}
+    for place in heads or [(0, 0)]:
+        change = odd_sites(*(group_at(groups, *place) for groups in (old, new)))
+        told.setdefault(change, []).append(place)
+    everywhere = len(told) == 1
+    changes = (("" if everywhere else in_words(where, heads), change) for change, where in told.items() if change)
+    return [f"attention sites{where}: {change}" for where, change in changes]
+
+
+def group_at(groups: Sequence[dict[str, Any]], layer: int, head: int) -> dict[str, Any]:
+    """The group of this head; {} where there is none."""
+    here = (group for group in groups if len(groups) == 1 or head in group["heads_of_layer"].get(str(layer), ()))
+    return next(here, {})
+
+
+def odd_sites(*groups: dict[str, Any]) -> str:
+    """In words the sites that differ, ``SITES_TOLD`` at most; a value that nothing reads as "unread"."""
+    # An external kernel or torch's rounds in its own way.
+    has_sites = all(getattr(BACKENDS.get(group.get("backend", "")), "has_sites", False) for group in groups)
+    was, now = (group["numerics"] if has_sites else {} for group in groups)
+    shown = [values | dict.fromkeys(unread(values), "unread") for values in (was, now)]
+    names = [name for name in was if name in now and was[name] != now[name]]
+    odd = [f"{name} {shown[0][name]} -> {shown[1][name]}" for name in names if shown[0][name] != shown[1][name]]
+    return ", ".join(odd[:SITES_TOLD]) + (f" and {len(odd) - SITES_TOLD} more" if len(odd) > SITES_TOLD else "")
+
+
+def in_words(where: Sequence[tuple[int, int]], heads: Sequence[tuple[int, int]]) -> str:
+    """`` in layer 0, 1 (heads 0 2)``, the heads where they are not all that the layer has."""
     told = []
-    for groups in zip(old, new, strict=True):
-        # An external kernel or torch's rounds in its own way.
-        has_sites = all(getattr(BACKENDS.get(group["backend"]), "has_sites", False) for group in groups)
-        was, now = (group["numerics"] if has_sites else {} for group in groups)
-        odd = [f"{name} {was[name]} -> {now[name]}" for name in was if name in now and was[name] != now[name]]
-        more = f" and {len(odd) - SITES_TOLD} more" if len(odd) > SITES_TOLD else ""
-        where = f" in layer {', '.join(groups[0]['heads_of_layer'])}" if len(old) > 1 else ""
-        told += [f"attention sites{where}: {', '.join(odd[:SITES_TOLD])}{more}"] if odd else []
-    return told
+    for layer in sorted({layer for layer, _ in where}):
+        of_layer, whole = ([str(head) for at, head in some if at == layer] for some in (where, heads))
+        told.append(f"{layer}" if of_layer == whole else f"{layer} (heads {' '.join(of_layer)})")
+    return f" in layer {', '.join(told)}"
 
 
 def where_bits_part(first: Run, run: Run) -> tuple[float, str]:

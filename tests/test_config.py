@@ -38,7 +38,10 @@ def test_a_base_that_rounds_nothing_can_be_typed() -> None:
 def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path | None) -> None:
     files = [str(path) for path in (recipe, ablation) if path]
     if recipe.stem == "quickstart" and ablation and ablation.stem not in ("tiny_layer_1", "outlier_heads"):
-        lost = ("--attention.default.numerics", *["--attention.rules.0.attention.numerics"] * ("fp8" not in ablation.stem))
+        lost = (
+            "--attention.default.numerics",
+            *["--attention.rules.0.attention.numerics"] * ("fp8" not in ablation.stem),
+        )
         base = "a base, as none is inherited: " + "".join(f"{option} microcosm[ ;]" for option in lost)
         with pytest.raises(UserError, match=rf"^attention\.default\.numerics = 'hardware': expected {base}"):
             load(files)
