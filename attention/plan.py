@@ -216,7 +216,8 @@ def outline(plans: Sequence[LayerPlan], dtype: str) -> list[str]:
         sites = _sites_read(numerics_of(backend, key).concrete(dtype), backend)
         parts = [", ".join(f"{name}={value}" for name, value in sites.items())] if sites else []
         if not _round(sites):
-            parts.append(f"rounds nothing in {dtype}: a base such as numerics=microcosm does")
+            advice = "" if " (fp32" in label else ": a base such as numerics=microcosm does"
+            parts.append(f"rounds nothing in {dtype}{advice}")
         rounds = "; ".join(parts) if BACKENDS[backend].has_sites else "rounds as its kernel does"
         layers = "; ".join(f"layer {_ranges(layers)}{heads}" for heads, layers in where.items())
         told.append(f"{'all layers' if len(places) == 1 else layers}: {label}: {rounds}")

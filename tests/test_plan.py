@@ -61,6 +61,11 @@ def test_each_attention_that_rounds_nothing_is_told_beside_one_that_rounds() -> 
     assert exact == f"layer 1: flash (hardware): exponent=fma, delta_output=output; {nothing}"
 
 
+def test_base_fp32_is_no_mistake_where_it_rounds_nothing() -> None:
+    (line,) = outline(AttentionConfig(default=AttentionSpec(numerics="fp32")).resolve(2, 2), "fp32")
+    assert line == "all layers: flash (fp32): rounds nothing in fp32"
+
+
 @pytest.mark.parametrize(
     ("spec", "sites"),
     [
