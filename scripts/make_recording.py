@@ -8,19 +8,22 @@ seed sees the same ones and logs the same data_digest. --against RUN compares th
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import _root  # noqa: F401
 
-from errors import OneLineParser, UserError, check_size, exit_on_user_error, invalid, trainer_packages
+from errors import OneLineParser, UserError, check_size, exit_on_user_error, invalid, reading, trainer_packages
 
 with trainer_packages():
     import config
     from data.batches import Batches, DataConfig
     from figures import curves
+    from files import read_json
 
 SOURCE = "make_recording"
+FACTS = ("sequence_length", "global_batch", "seed")
 
 
 def logged_digests(folder: Path) -> dict[int, str]:
@@ -32,8 +35,15 @@ def logged_digests(folder: Path) -> dict[int, str]:
     return logged
 
 
-def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int:
-    """Write the recording ``out``; the number of digests compared. Raises ``UserError`` at the first that differs; nothing is left then."""
+def facts(folder: Path) -> dict[str, Any]:
+    """``batches`` of a run's config.json: what its batches were drawn from."""
+    with reading(folder / "config.json"):
+        return read_json(folder / "config.json")["batches"] or {}
+
+
+def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str], run: Mapping[str, Any] | None = None) -> int:
+    """Write the recording ``out``; the number of digests compared. Raises ``UserError`` at the first that differs, with what differs of the
+    ``facts`` of the run that logged them; nothing is left then."""
     if logged and min(logged) >= steps:  # agreement of nothing with nothing
         least = f"more than {min(logged)}, the first step whose data_digest the run of --against logged"
         raise invalid("--steps", steps, least)
@@ -44,7 +54,10 @@ def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str]) -> int
         for step in range(steps):
             batches.next()
             if logged.get(step, batches.digest()) != batches.digest():
-                raise UserError(f"step {step}: data_digest {batches.digest()}, the run logged {logged[step]}")
+                ours, theirs = batches.identity, run or {}
+                odd = [name for name in FACTS if name in theirs and theirs[name] != ours[name]]
+                why = "".join(f"; data.{name} = {ours[name]}, the run's {theirs[name]}" for name in odd)
+                raise UserError(f"step {step}: data_digest {batches.digest()}, the run logged {logged[step]}{why}")
             compared += step in logged
         batches.close()
         undo.pop_all()
@@ -62,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = config.load([args.recipe, *fields, "--data.record", str(args.out)])
     steps = chosen.run.steps if args.steps is None else args.steps
     check_size("--steps", steps, 1)
-    compared = make(chosen.data, args.out, steps, logged_digests(args.against) if args.against else {})
+    against = (logged_digests(args.against), facts(args.against)) if args.against else ({}, None)
+    compared = make(chosen.data, args.out, steps, *against)
     told = f"; {compared:,} digests of {args.against} agree" if args.against else ""
     print(f"{args.out}: {steps:,} steps of {chosen.data.global_batch} x {chosen.data.sequence_length} tokens{told}")
 

@@ -149,8 +149,8 @@ PUBLISHED = Path(__file__).resolve().parent.parent / "replay_batches" / "ansible
 def test_a_recording_made_without_a_run_is_that_of_the_run(dataset: Path, tmp_path: Path) -> None:
     batches = Batches(settings_for(dataset, record=str(tmp_path / "run")), source_run="a")
     logged = dict(enumerate(digests(batches, 12)[1:]))
-    with pytest.raises(UserError, match="step 0: data_digest"):
-        make_recording.make(settings_for(dataset, seed=4), tmp_path / "made", 12, logged)
+    with pytest.raises(UserError, match=r"step 0: data_digest .*; data\.seed = 4, the run's 3$"):
+        make_recording.make(settings_for(dataset, seed=4), tmp_path / "made", 12, logged, batches.identity)
     assert not (tmp_path / "made").exists()
     assert make_recording.make(settings_for(dataset), tmp_path / "made", 12, logged) == 12
     run, made = Recording.open(tmp_path / "run"), Recording.open(tmp_path / "made")
