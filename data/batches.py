@@ -50,7 +50,7 @@ class DataConfig:
         check_types("data", self)
         for name in ("sequence_length", "global_batch", "micro_batch", "validation_sequences"):
             check_size(f"data.{name}", getattr(self, name), 1)
-        if self.global_batch % self.micro_batch:
+        if self.global_batch % self.micro_batch and not self.replay:  # a recording's own is told first
             raise invalid("data.global_batch", self.global_batch, f"a multiple of micro_batch = {self.micro_batch}")
         if not 0 <= self.seed < 2**63:
             raise invalid("data.seed", self.seed, "a whole number from 0 to 2**63 - 1")
@@ -97,10 +97,10 @@ class Batches:
         resume_at: int | None = None,
         run_id: str = "",
     ):
+        recording = _open_recording(config) if config.replay else None
         if config.global_batch % (config.micro_batch * world_size):
             share = f"micro_batch x processes = {config.micro_batch} x {world_size} = {config.micro_batch * world_size}"
             raise invalid("data.global_batch", config.global_batch, f"a multiple of {share}")
-        recording = _open_recording(config) if config.replay else None
         # The processes of one host share the files: one of them reads all bytes.
         self._train, self._validation = _open_dataset(config, config.verify if rank == 0 else "size")
         self.position = resume_at or 0

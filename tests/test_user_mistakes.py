@@ -65,6 +65,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "--data.sequence-length 8 --data.replay {place}/recordings/run --data.dataset {place}/other",
         r"run was recorded on other training tokens: SHA-256 .* set --data\.dataset",
     ),
+    "replay_of_another_global_batch": (
+        "--run.steps 10 --data.global-batch 2 --data.replay {place}/recordings/run",
+        r"run was recorded with data\.global_batch = \d+, where this run has 2: set --data\.global-batch \d+",
+    ),
 }
 
 

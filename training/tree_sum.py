@@ -15,7 +15,9 @@ from training import distributed
 
 def check_processes(config: DataConfig, processes: int) -> None:
     """Raise ``UserError`` for a number of processes that the tree cannot be cut into."""
-    micro_batches = config.global_batch // config.micro_batch
+    micro_batches, rest = divmod(config.global_batch, config.micro_batch)
+    if rest:
+        return  # only beside a replay, whose recording may have another global batch: ``Batches`` refuses it
     fitting = [2**j for j in range(micro_batches.bit_length()) if micro_batches % 2**j == 0]
     if processes not in fitting:
         why = f"as precision.fixed_sum_order adds {micro_batches} micro-batches a step in a tree"
