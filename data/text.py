@@ -127,7 +127,9 @@ def _check_both_splits(documents: dict[str, int], val: Path | None) -> None:
     if val:
         raise UserError(f"{val}: holds no document")
     if training == 1:
-        raise UserError(f"one document cannot be split: put lines of {SEPARATOR_LINE.decode()} between, or name --val")
+        raise UserError(
+            f"one document cannot be split: put lines of {SEPARATOR_LINE.decode()} between, name --val, or give a folder of files"
+        )
     raise UserError(f"none of {training} documents fell to the held-out split: raise --val-fraction or name --val")
 
 
