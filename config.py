@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import io
 import itertools
+import re
 import runpy
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -52,8 +53,9 @@ def _exported(path: str, name: str, kind: Any, what: str) -> Any:
     file = Path(path)
     if not file.is_file():
         folder = Path("configs") if Path("configs").resolve() == RECIPES.resolve() else RECIPES
-        known = sorted(str(folder / p.relative_to(RECIPES)) for p in RECIPES.rglob("*.py") if "__" not in str(p))
-        raise invalid("config file", path, known)
+        here = "*.py" if name == "config" else "ablations/*.py"
+        known = sorted(str(folder / p.relative_to(RECIPES)) for p in RECIPES.glob(here) if "__" not in str(p))
+        raise invalid(what, path, known)
     if file.suffix != ".py":
         raise invalid("config file", path, "a Python file, ending in .py")
     try:
@@ -105,8 +107,8 @@ def _specs(config: TrainConfig) -> dict[str, AttentionSpec]:
 
 
 def _check_bases(config: TrainConfig, replaced: list[AttentionSpec], typed: set[str]) -> None:
-    """Raise ``UserError`` where a rule or an ablation has lost the base, as neither inherits one: a rule on ``hardware`` beside a default on
-    another base; and beside any base that rounds, what rounds nothing in FP32.
+    """Raise ``UserError`` where a rule or an ablation has lost the base, as neither inherits one: a rule on ``hardware`` beside a default
+    on another base; and beside any base that rounds, what rounds nothing in FP32.
 
     ``replaced``: the recipe's default, if an ablation took its place. Not where the base is among the options ``typed``, nor of
     ``standard``, a control, or a kernel that rounds in its own way.
@@ -146,7 +148,10 @@ def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:
             error = error.__context__
         if error is not None:
             raise _by_option(error, arguments) from None
-        raise _unknown(config, arguments) or UserError(_one_line(complaint.getvalue())) from None
+        said = _one_line(complaint.getvalue())
+        behind = re.match(r"Unrecognized options: (\S+\.py)\b", said)
+        late = UserError(f"{behind[1]} is behind an option: expected all files before the options") if behind else None
+        raise _unknown(config, arguments) or late or UserError(said) from None
 
 
 def _by_option(error: UserError, arguments: list[str]) -> UserError:
@@ -179,6 +184,8 @@ def _unknown(config: TrainConfig, arguments: list[str]) -> UserError | None:
                 below = ".".join(parts[:depth])
                 rules = "a rule of a file after the recipe and before the options, as in configs/ablations"
                 choices = known or (rules if below == "attention.rules" else f"nothing below {below}")
+                if isinstance(section, tuple) and known:
+                    choices = f"a rule that there is, {below}.{f' or {below}.'.join(known)}, counted from 0"
                 return invalid(name, value or next_argument, choices, typed=part)
             section = known[field_name]
         given = value or ("" if next_argument.startswith("-") else next_argument)

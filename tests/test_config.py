@@ -55,6 +55,18 @@ def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path
     assert config.attention.flash_backend == load(files[:1]).attention.flash_backend
 
 
+def test_only_a_rule_that_there_is_can_be_changed() -> None:
+    said = r"^attention\.rules\.1\.layers = '0': expected a rule that there is, attention\.rules\.0, counted from 0$"
+    with pytest.raises(UserError, match=said):
+        load([DEBUG, str(RECIPES / "ablations/only_layer_1.py"), "--attention.rules.1.layers", "0"])
+
+
+def test_a_second_file_that_is_missing_is_an_ablation() -> None:
+    with pytest.raises(UserError, match=r"^ablation file = 'x\.py': .*only_layer_1\.py") as error:
+        load([DEBUG, "x.py"])
+    assert "quickstart.py" not in str(error.value)
+
+
 @pytest.mark.parametrize("option", ["--model.n-head 16", "--attention.rules.0.heads 0"])
 def test_an_ablation_is_checked_after_the_options(option: str) -> None:
     load([DEBUG, str(RECIPES / "ablations/outlier_heads.py"), *option.split()])
@@ -135,6 +147,8 @@ def test_overrides_replace_single_fields() -> None:
         ),
         ("--run.steps x", r"^Error parsing --run\.steps: .* 'x'; --help lists the fields$"),
         ("--nonfinite.policy ignore", r"'ignore'.*--nonfinite\.policy.*'stop', 'skip'"),
+        ("--attention.rules.1.layers 0", r"^attention\.rules\.1\.layers = '0': expected a rule of a file"),
+        ("--run.steps 5 mine.py", r"^mine\.py is behind an option: expected all files before the options$"),
         ("--model.bias True", r"^model\.bias = 'True': expected --model\.bias or --model\.no-bias"),
     ],
 )
