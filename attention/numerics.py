@@ -618,7 +618,7 @@ USES = {
     "hardware": "as our Triton kernels round by default",
     "rounded_forward": "an earlier emulation of the published forward pass",
     "published": "our closest emulation of the published code",
-    "fp32": "rounds nowhere but at O",
+    "fp32": "rounds nowhere but at O, to the tensors' dtype",
     "microcosm": "for FP32 tensors on a CPU: O of one bit",
 }
 """What each base is for, in the list of README.md."""
