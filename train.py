@@ -279,7 +279,8 @@ def announce(run: Run) -> None:
         f"{dist.world_size} process(es) on {dist.device.type}, {run.batches.accumulation()} micro-step(s) of "
         f"{config.data.micro_batch} x {config.data.sequence_length} tokens each, from step {run.start_step}"
     )
-    dist.print0("\n".join(outline(run.interventions.plans, FORMAT_OF[config.precision.torch_dtype])))
+    plans = outline(run.interventions.plans, FORMAT_OF[config.precision.torch_dtype])
+    dist.print0("\n".join(["sites that are not as in base fp32:", *plans]))
     if run.peak_flops is not None or dist.device.type == "cuda":
         dist.print0(throughput.explain(network.flops_per_token, run.peak_flops))
 

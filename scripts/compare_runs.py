@@ -14,7 +14,8 @@ How a run ended:
     unstable since N     gradient norm above 20 at N (from step 200 to 500 before the last), and its median after N + 60 is more than
                          twice that of steps N - 1,000 to max(N - 500, N / 2); a rise in the last 500 steps alone is none
     open since N         the loss is above the margin since N, for fewer steps than that: too soon to tell
-    stable to N          none of these, and the run has all its steps; too short to tell where they are fewer than make an explosion
+    stable to N          none of these to N, the last logged step, and the run has all its steps; too short to tell where they are fewer
+                         than make an explosion
     stopped early at N   none of these, and it has not
 Behind that, in the printed table and the picture, where "stable to N" is then "not failed by this rule to N":
     layer L above 10,000 from N        its first probe with a logit above that; the first two such layers by name
@@ -584,7 +585,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layer", type=int, help="from 0: logits and W_Q of this layer alone (the largest of all)")
     at = "steps at which to show validation loss, logits and W_Q; they must have been measured"
     parser.add_argument("--at", type=int, nargs="+", default=[], help=at)
-    parser.add_argument("--patience", type=int, default=200, help="steps above the margin that make an explosion (200)")
+    parser.add_argument(
+        "--patience",
+        type=int,
+        default=200,
+        help="steps above the margin that make an explosion (200; the quickstart's tiny model: 50)",
+    )
     parser.add_argument("--margin", type=float, default=0.5, help="nats above the best loss that begin one (0.5)")
     args = parser.parse_args(argv)
     check_size("--patience", args.patience, 1)
