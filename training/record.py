@@ -20,7 +20,7 @@ from data.recording import recorded_by
 from errors import BusyError, UserError, invalid, on_disk
 from files import check_writable, json_text, read_json, write_all
 from training import distributed
-from training.checkpoint import Loaded
+from training.checkpoint import Loaded, found_in
 from training.metrics import METRICS_FILE, line_digests, read_lines, text_of
 from training.settings import Resume, TrainConfig, to_json
 from training.telemetry import TELEMETRY_FILE
@@ -246,8 +246,11 @@ def hold(folder: Path, resume: Resume, is_main: bool) -> tuple[bool, FileIO | No
 
 
 def begun(folder: Path) -> bool:
-    """Whether the folder holds a run, and not only what a start leaves."""
-    return any((folder / name).exists() for name in ("config.json", "checkpoints"))
+    """Whether the folder holds a run, and not only what a start leaves, or a ``checkpoints`` of somebody else's.
+
+    Raises ``UserError`` where that cannot be read.
+    """
+    return (folder / "config.json").exists() or bool(found_in(folder / "checkpoints"))
 
 
 def free(folder: Path) -> bool:
