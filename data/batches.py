@@ -111,9 +111,6 @@ class Batches:
         else:
             self.header = _new_header(config, self._train, self._validation, source_run)
         folder = config.record or config.replay
-        self._recorder = None
-        if config.record and rank == 0:
-            self._recorder = _open_recorder(Path(folder), self.header, resume_at, run_id)
         self._files: tuple[Any, ...] = (self._train.file, self._validation.file, *([recording] if recording else []))
         self.vocabulary_size = self.header.vocabulary_size
         self.recording_name = Path(folder).resolve().name if folder else ""
@@ -127,6 +124,9 @@ class Batches:
         self._digest = checksum_of_facts(facts)
         for earlier in range(self.position):
             self._digest = next_checksum(self._digest, self._offsets_at(earlier))
+        self._recorder = None
+        if config.record and rank == 0:  # last: where anything after it fails, nobody could discard the recording
+            self._recorder = _open_recorder(Path(folder), self.header, resume_at, run_id)
 
     @property
     def identity(self) -> dict[str, Any]:

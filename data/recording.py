@@ -96,27 +96,30 @@ class Recorder:
 
         Raises ``UserError`` when the folder holds anything else, when another process records there, or when it cannot be made.
         """
-        with contextlib.ExitStack() as left:
-            # Before the look at what is there: whoever begins a recording has this, so none appears after the look.
-            hidden = left.enter_context(files.aside(folder))
-            begun = os.path.lexists(folder)
-            if begun:
-                left.enter_context(_empty_recording(folder, header.source_run))
-            aside = hidden / folder.name
-            try:
-                aside.mkdir()
-                file = files.lock(aside / OFFSETS, "x+b", _busy(folder))
-                recorder = cls(aside, header, 0, header.chain_start(), file)
-                if run_id:
-                    files.write_text(aside / RUN_ID, f"{run_id}\n")
-                recorder._sync(complete=False)
-                if begun:  # moved, as a kill half-way through a removal would leave what nobody knows
-                    os.rename(folder, hidden / "begun")
-                os.rename(aside, folder)
-                files.sync_folder(folder.parent)
-            except (OSError, UserError) as error:
-                raise UserError(f"{folder}: cannot record there: {getattr(error, 'strerror', error)}") from None
-        recorder.folder = folder
+        with contextlib.ExitStack() as on_error:
+            with contextlib.ExitStack() as left:
+                # Before the look at what is there: whoever begins a recording has this, so none appears after the look.
+                hidden = left.enter_context(files.aside(folder))
+                begun = os.path.lexists(folder)
+                if begun:
+                    left.enter_context(_empty_recording(folder, header.source_run))
+                aside = hidden / folder.name
+                try:
+                    aside.mkdir()
+                    file = files.lock(aside / OFFSETS, "x+b", _busy(folder))
+                    recorder = cls(aside, header, 0, header.chain_start(), file)
+                    on_error.callback(recorder.discard)  # Ctrl-C, too
+                    if run_id:
+                        files.write_text(aside / RUN_ID, f"{run_id}\n")
+                    recorder._sync(complete=False)
+                    if begun:  # moved, as a kill half-way through a removal would leave what nobody knows
+                        os.rename(folder, hidden / "begun")
+                    recorder.folder = folder
+                    os.rename(aside, folder)
+                    files.sync_folder(folder.parent)
+                except (OSError, UserError) as error:
+                    raise UserError(f"{folder}: cannot record there: {getattr(error, 'strerror', error)}") from None
+            on_error.pop_all()
         return recorder
 
     @classmethod
@@ -146,8 +149,10 @@ class Recorder:
         return cls(folder, written, steps, found.checksum, file)
 
     def discard(self) -> None:
-        """Remove the recording: of a start that is refused after all."""
-        _remove(self.folder)
+        """Remove the recording, unless another is in its place: of a start that is refused after all."""
+        with contextlib.suppress(UserError):
+            files.check_in_place(self._file, self.folder / OFFSETS)
+            _remove(self.folder)
         self._file.close()
 
     def append(self, offsets_G: np.ndarray) -> None:

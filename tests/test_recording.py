@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import files
 from data.recording import HEAD_BYTES, Recorder, Recording, RecordingHeader, checksum_of_facts
 from errors import UserError
 
@@ -158,6 +159,17 @@ def test_what_a_killed_start_left_is_begun_again_by_its_own_run_alone(tmp_path):
         Recorder.create(tmp_path / "r", make_header(source_run="another"))
     write(tmp_path / "r", 1)
     assert Recording.open(tmp_path / "r").steps == 1
+
+
+def test_an_interrupt_as_it_appears_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(folder: Path) -> None:
+        if (tmp_path / "r").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "sync_folder", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Recorder.create(tmp_path / "r", make_header())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_is_not_the_recorders_is_never_removed(tmp_path):
