@@ -206,8 +206,7 @@ class Recorder:
             self._refuse(error)
 
     def _refuse(self, error: OSError) -> NoReturn:
-        what = f"cannot write step {self.steps}: {error.strerror}; those before it stay"
-        raise UserError(f"{self.folder}: {what}") from error
+        raise UserError(f"{self.folder}: cannot write step {self.steps}: {error.strerror}") from error
 
 
 def _busy(folder: Path) -> str:

@@ -1,8 +1,10 @@
 """data/batches.py: drawing, splitting over processes, recording, replaying; scripts/make_recording.py and the published recording."""
 
+import errno
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_runs import make_data
 
 from data.batches import Batches, DataConfig, random_offsets
-from data.recording import Recording
+from data.recording import Recorder, Recording
 from data.token_files import TokenFile
 from errors import UserError
 from scripts import make_recording
@@ -156,6 +158,15 @@ def test_a_recording_made_without_a_run_is_that_of_the_run(dataset: Path, tmp_pa
     run, made = Recording.open(tmp_path / "run"), Recording.open(tmp_path / "made")
     assert made.complete
     assert np.array_equal(*([recording.row(step) for step in range(12)] for recording in (made, run)))
+
+
+def test_a_full_disk_is_told_without_a_promise_of_rows(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Recorder, "_put", Mock(side_effect=[*[None] * 6, full]))
+    with pytest.raises(UserError, match=r"made: cannot write step \d: No space left on device$"):
+        make_recording.make(settings_for(dataset), tmp_path / "made", 12, {})
 
 
 def test_a_comparison_of_nothing_is_refused(dataset: Path, tmp_path: Path) -> None:
