@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention.user_error import OneLineParser as OneLineParser
-from attention.user_error import UserError, command_line, invalid
+from attention.user_error import UserError, command_line, discard, invalid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 
 class BusyError(UserError):
     """Another process has what this one needs: a run, a recording, a folder to write."""
+
+
+def warn(text: str) -> None:
+    """Print a warning on stderr. Where that is closed (``2>&1 | head``) or a file on a full disk, the program goes on without it."""
+    try:
+        print(f"warning: {text}", file=sys.stderr)
+    except OSError:
+        discard(sys.stderr)
 
 
 def check_types(section: str, config: Any) -> None:

@@ -8,14 +8,13 @@ import json
 import os
 import re
 import shutil
-import sys
 import weakref
 from collections.abc import Iterator
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Any, cast
 
-from errors import BusyError, UserError, on_disk
+from errors import BusyError, UserError, on_disk, warn
 
 
 def sync_folder(folder: Path) -> None:
@@ -84,7 +83,7 @@ def lock(path: Path, mode: str, busy: str) -> FileIO:
         raise BusyError(busy) from None
     except OSError as error:
         what = "nothing keeps a second process from writing it at the same time"
-        print(f"warning: {path} cannot be locked ({error.strerror}): {what}", file=sys.stderr)
+        warn(f"{path} cannot be locked ({error.strerror}): {what}")
     return cast(FileIO, file)
 
 

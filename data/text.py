@@ -12,7 +12,6 @@ import io
 import lzma
 import re
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 from data.token_files import TokenHeader, TokenWriter, new_dataset
 from data.tokenizers import Tokenizer, make_tokenizer
-from errors import UserError, invalid
+from errors import UserError, invalid, warn
 
 SEPARATOR_LINE = b"<|endoftext|>"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -154,7 +153,7 @@ def text_files(source: Path) -> list[Path]:
     if not chosen:
         raise UserError(f"{source}: a folder without files{left_out and f', left out: {left_out}'}")
     if left_out:
-        print(f"warning: {source}: left out: {left_out}", file=sys.stderr)
+        warn(f"{source}: left out: {left_out}")
     return [source / path for path in sorted(chosen.values())]
 
 
@@ -196,7 +195,7 @@ def _batches(
     for what, count in sum(odd.values(), Counter[str]()).items():
         first, *more = [path for path, found in odd.items() if found[what]]
         where = f"{first} and {len(more)} more" if more else first
-        print(f"warning: {where}: {count} {what}", file=sys.stderr)
+        warn(f"{where}: {count} {what}")
     _check_both_splits(documents, val)
 
 

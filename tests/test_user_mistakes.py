@@ -252,6 +252,15 @@ def test_a_run_whose_reader_leaves_says_so_and_goes_on(place: Place) -> None:
     assert (place.runs / "without_reader/checkpoints/step_00000002").is_dir()
 
 
+def test_a_resume_whose_reader_leaves_goes_on_without_its_warning(place: Place) -> None:
+    run = place.train("warned", {"run.steps": 1})
+    (run / "config.json").unlink()  # it warns of that
+    recipe = place.preset_file(place.config("warned", {"run.steps": 2, "run.resume": "yes"}))
+    command = f"set -o pipefail; {sys.executable} train.py {recipe} 2>&1 | true"
+    assert completed(["bash", "-c", command]).returncode == 0
+    assert (run / "checkpoints/step_00000002").is_dir()
+
+
 # public_suites.py is of the installed package, beside which the trainer's modules cannot be imported.
 SCRIPTS = sorted(
     path.stem

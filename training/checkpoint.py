@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor
 
-from errors import UserError, check_size, on_disk
+from errors import UserError, check_size, on_disk, warn
 from files import json_text, open_file, read_json, sha256_file, sync_folder
 
 FORMAT_VERSION = 1
@@ -145,7 +144,7 @@ class Checkpoints:
                 damaged.append(str(damage))
                 continue
             for line in damaged:
-                print(f"warning: {line}; falling back to {path}", file=sys.stderr)
+                warn(f"{line}; falling back to {path}")
             return loaded
         if damaged:
             raise UserError("no intact checkpoint: " + "; ".join(damaged) + "; start a new run or restore one of them")

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention.user_error import discard
-from errors import UserError, invalid
+from errors import UserError, invalid, warn
 from training.signals import STARTED_BY
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -52,11 +52,7 @@ class DistContext:
             sys.stdout.flush()  # not at the end of the run, which would then count as failed
         except OSError as error:
             discard(sys.stdout)
-            try:
-                what = f"standard output takes no more lines ({error.strerror}); the run goes on"
-                print(f"warning: {what}", file=sys.stderr)
-            except OSError:
-                discard(sys.stderr)
+            warn(f"standard output takes no more lines ({error.strerror}); the run goes on")
 
 
 def start(device: DeviceChoice, timeout: float = 600.0) -> DistContext:

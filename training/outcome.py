@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from errors import BusyError, UserError, first_line
+from errors import BusyError, UserError, first_line, warn
 from files import read_json, write_json
 from training import distributed, record
 from training.checkpoint import found_in
@@ -31,7 +31,7 @@ def write(folder: Path, error: BaseException | None, step: int | None, why: str 
     try:
         write_json(folder / EXIT_FILE, content)
     except OSError as failure:
-        print(f"warning: {folder / EXIT_FILE} cannot be written ({failure.strerror})", file=sys.stderr)
+        warn(f"{folder / EXIT_FILE} cannot be written ({failure.strerror})")
 
 
 def forget(run: RunConfig) -> int | None:

@@ -7,7 +7,6 @@ import itertools
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 
 import files
 from data.recording import recorded_by
-from errors import BusyError, UserError, invalid, on_disk
+from errors import BusyError, UserError, invalid, on_disk, warn
 from files import check_writable, json_text, read_json, write_all
 from training import distributed
 from training.checkpoint import Loaded, found_in
@@ -188,11 +187,11 @@ def logs_before(folder: Path, loaded: Loaded) -> tuple[dict[str, bytes], list[st
             first = next(number for number, (old, new) in pairs if old != new)
             gone, then = len(written) - len(there), loaded.path
             what = f"{gone} lines from before {then} are gone, the first" if gone > 0 else f"changed since {then}"
-            print(f"warning: {folder / name}: {what}: line {first}; the weights do not depend on it", file=sys.stderr)
+            warn(f"{folder / name}: {what}: line {first}; the weights do not depend on it")
             odd.append(f"{name}: {what}: line {first}")
     if not (folder / "config.json").is_file():
         what = f"gone, and with it what it said of the sessions before {loaded.path}"
-        print(f"warning: {folder / 'config.json'}: {what}; a new one is written", file=sys.stderr)
+        warn(f"{folder / 'config.json'}: {what}; a new one is written")
         odd.append(f"config.json: {what}")
     return contents, odd
 

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import secrets
-import sys
 import time
 from dataclasses import dataclass
 from io import FileIO
@@ -22,7 +21,7 @@ from attention.plan import LayerPlan, describe
 from attention.presets import EXTERNAL
 from attention.watching.growth import GrowthAlarm
 from data.batches import Batches
-from errors import UserError, invalid, on_disk, reading
+from errors import UserError, invalid, on_disk, reading, warn
 from model import GPT, initialize
 from training import distributed, outcome, precision, record, throughput
 from training.checkpoint import MODEL_FILE, Checkpoints, Content, Loaded, rng_state, set_rng_state
@@ -342,7 +341,7 @@ def open_telemetry(run: Run) -> None:
             update_alarm(run.alarm, earlier)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # somebody has edited it
         what = f"a line is no probe ({type(error).__name__}: {error}); the alarm does not know those from there on"
-        print(f"warning: {run.folder / TELEMETRY_FILE}: {what}", file=sys.stderr)
+        warn(f"{run.folder / TELEMETRY_FILE}: {what}")
 
 
 # ---- checkpoints
