@@ -211,6 +211,7 @@ def has_fewer_bits(found: dict[str, float]) -> bool:
 
 OVER_KEYS = "dQ is probably added in 16 bits between tiles of keys: add it in FP32"
 OVER_QUERIES = "dK or dV is probably added in 16 bits between tiles of queries: add it in FP32"
+ASK_GAUSSIAN = "run the class gaussian, too: it tells whether dK or dV is added in 16 bits between tiles of queries"
 
 
 def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float]) -> list[str]:
@@ -230,7 +231,9 @@ def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float]) -> li
         )  # and no tile is left out
         if not (beyond and rounded and {*beyond} <= {"dk", "dv"}) or any(_fit(x, found) for x in beyond):
             return []
-        if name == "cancelling_queries" and all(
+        if name == "cancelling_queries" and not gaussian:
+            advice.append(ASK_GAUSSIAN)
+        elif name == "cancelling_queries" and all(
             2 * gaussian.get(f"ratio_{x}", math.inf) <= found[f"ratio_{x}"] for x in beyond
         ):
             advice.append(OVER_QUERIES)
