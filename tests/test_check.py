@@ -617,10 +617,15 @@ def test_sums_over_queries_in_16_bits_are_told_where_gaussian_inputs_show_them_t
     assert "\n  errors: dK or dV is probably added" in report.text()
 
 
-@pytest.mark.parametrize(("beside", "told"), [("common_part", False), ("captured_late", True)])
-def test_errors_of_another_class_that_is_not_captured_leave_the_sum_open(beside: str, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("beside", "verdict", "told"),
+    [("common_part", "at risk", False), ("captured_late", "at risk", True), ("captured_late", "wrong", False)],
+)
+def test_errors_of_another_class_leave_the_sum_open_and_captured_ones_only_where_they_are_wrong(
+    beside: str, verdict: str, told: bool
+) -> None:
     report = check_attention(tiled("dQ added in BF16"), device="cpu", shape=SMALL, classes="cancelling_tiles")
-    both = (report.cases[0], replace(report.cases[0], name=beside))
+    both = (report.cases[0], replace(report.cases[0], name=beside, verdict=verdict))
     assert ("\n  errors: dQ is probably added" in replace(report, cases=both).text()) == told
 
 

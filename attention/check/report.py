@@ -161,9 +161,14 @@ class Report:
         mend = [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
         if "dS" in self.found and not self.found.keys() & {"delta or P", "scores"}:
             mend.append(judge.HIDDEN_DELTA)
-        made = {case.name: case.measures for case in judged if case.name in CLASSES and case.name not in PACKAGED}
-        errors = {name: made[name] for name in self.found.get("errors", []) if name in made}
-        gaussian = made.get("gaussian", {})
+        # Captured inputs have errors of many kinds: a coarse one tells nothing of a sum, and one that is wrong has another cause.
+        errors = {
+            case.name: case.measures
+            for case in judged
+            if case.name in self.found.get("errors", [])
+            and (case.verdict == judge.WRONG or (case.name in CLASSES and case.name not in PACKAGED))
+        }
+        gaussian = next((case.measures for case in judged if case.name == "gaussian"), {})
         mend += [f"errors: {x}" for x in judge.added(errors, gaussian)]
         if "gaussian" in errors and judge.has_fewer_bits(gaussian):
             mend.append(judge.FEWER_BITS)
