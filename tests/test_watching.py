@@ -410,6 +410,16 @@ def test_a_step_of_another_models_optimizer_is_no_step_of_the_watched_one() -> N
     assert any("no weight changed" in line for line in said)
 
 
+def test_weights_that_are_copied_from_master_weights_have_changed() -> None:
+    said: list[str] = []
+    with watch(model := Model(), say=said.append):
+        for _ in range(2):
+            model(data()).backward()
+            for parameter in model.parameters():
+                parameter.data.copy_(parameter.data - 0.1)
+    assert not any("no weight changed" in line for line in said)
+
+
 def test_another_number_of_calls_is_one_warning() -> None:
     """As where layers are skipped at random: another layer has that number then."""
     model = Model()
