@@ -148,9 +148,9 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
         return AT_RISK, f"delta or P: {rows}, dQ has {found['ratio_dq']:.1f} x plain's error{f'; {side}' * biased}"
     coarse = [x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK]
     if coarse:
-        return AT_RISK, "errors: " + ", ".join(
-            f"{x} has {found[f'ratio_{x}']:.1f} x plain's{_fit(x, found)}" for x in coarse
-        )
+        ratios = ", ".join(f"{x} has {found[f'ratio_{x}']:.1f} x plain's{_fit(x, found)}" for x in coarse)
+        tells = biased and "o" in coarse and name != "equal_keys"  # see below
+        return AT_RISK, f"errors: {ratios}{f'; {side}' * tells}"
     if biased and name == "values_of_one_sign":  # where keys are alike, so are roundings of P
         return AT_RISK, f"errors: {side}"
     return SAFE, ""
