@@ -540,6 +540,13 @@ def test_a_sabotaged_kernel_is_found(kernel: Any, name: str, verdict: str, reaso
     assert ("rounded to one side" in case.reason) == (reason == "rounded to one side")
 
 
+def test_an_o_in_fp16_that_is_further_off_than_its_rounding_has_a_factor() -> None:
+    report = check_attention(
+        lambda *call: plain(*call) * 1.005, device="cpu", dtype="fp16", shape=SMALL, classes="common_part"
+    )
+    assert "; scale error: O is 1.005 x" in report.cases[0].reason
+
+
 OVER_QUERIES = ["gaussian", "cancelling_queries"]
 
 

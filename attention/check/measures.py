@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .captured import Inputs, Mask
 from .classes import CLASSES, one_hot
-from .judge import LOST, REORDERED, REPEATED, SIZE_WRONG
+from .judge import LOST, REORDERED, REPEATED, ROUNDED_TWICE, SIZE_WRONG
 from .kernels import Call, told
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -149,7 +149,8 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
     - ``error_X``: ||X - exact|| / ||exact||, unless the latter is 0 but for FP64's rounding; ``ratio_X``: that over the baseline's, see
       ``plain``, which in FP16 and FP32 counts as FP32's rounding of the largest logit at least; ``size_X``: over X's norm without
       cancellation; ``worst_X``: that of the worst row
-    - ``factor_X``: f of the best fit X = f exact; ``unfit_X``: ||X - f exact|| / ||exact||
+    - ``factor_X``: f of the best fit X = f exact; ``unfit_X``: ||X - f exact|| / ||exact||; ``factor_over``: |f - 1| of O over what
+      rounding to one side explains in this dtype
     - ``layout_off``: where O has nothing to do with the right one, its error if all tensors are [B, T, H, D]
     - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, or q times the scale is,
       whichever has its O nearest; ``eager_scales_q``: 1 where it is the last, or 0; ``from_eager_o``: how far O is from that O, over
@@ -190,6 +191,9 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
         measures[f"ratio_{x}"] = error / max(own, least * size.norm().item())
         measures[f"size_{x}"] = error / size.norm().item()
         measures[f"worst_{x}"] = _worst_row(a, e, size)
+    if "factor_o" in measures:
+        explained = ROUNDED_TWICE[str(p.q.dtype).removeprefix("torch.")]
+        measures["factor_over"] = abs(measures["factor_o"] - 1) / explained
     if measures.get("error_o", 0) > LOST and p.mask is None and p.q.shape == p.k.shape:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (p.q, p.k, p.v))
         with contextlib.suppress(Exception):  # a foreign kernel's
