@@ -643,6 +643,7 @@ def test_errors_of_another_class_leave_the_sum_open_and_captured_ones_only_where
         ("flash_centered_keys", ["common_part", "signs"], [HIDDEN_DELTA]),
         ("flash", ["common_part", "signs"], [CURES["delta or P: "]]),
         (cuts_o, ["values_of_one_sign"], ["O: round P and O to nearest, ties to even"]),
+        (lambda *call: plain(*call) * 1.005, ["values_of_one_sign", "one_hot"], [CURES["scale error: "]]),
         ("plain", ["scale"], ["scores: keep S in FP32 up to the softmax"]),
         (lambda q, *kv: plain(q * kv[3], *kv[:3], 1.0), ["scale"], ["scores: multiply S by the scale, not q"]),
     ],

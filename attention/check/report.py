@@ -158,7 +158,10 @@ class Report:
     def _mend(self, judged: Sequence[Case]) -> list[str]:
         if any(case.reason.startswith("layout: ") for case in judged):
             return ["the layout first, then run again: all else may follow from it"]
-        mend = [cure for part, cure in judge.CURES.items() if any(part in case.reason for case in judged)]
+        seen = [case.reason for case in judged]
+        if any(reason.endswith("at any logit") for reason in seen):  # rounding to one side keeps O = V in one-hot rows
+            seen = [reason.replace("rounded to one side: ", "scale error: ") for reason in seen]
+        mend = [cure for part, cure in judge.CURES.items() if any(part in reason for reason in seen)]
         if "dS" in self.found and not self.found.keys() & {"delta or P", "scores"}:
             mend.append(judge.HIDDEN_DELTA)
         # Captured inputs have errors of many kinds: a coarse one tells nothing of a sum, and one that is wrong has another cause.
