@@ -212,7 +212,7 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([look(step, 50.0, dq_error=[2.0] * 2, o_error=[0.1] * 2) for step in range(4)], "UNCLEAR"),
         (
             [without_gradients(step) | {"o_error": [[0.0] * 2, [0.1] * 2]} for step in range(3)],
-            "UNCLEAR: O of layers 1 (0.14)",
+            "UNCLEAR: O of layer 1 (0.14)",
         ),
         ([look(step, 50.0, o_error=[error] * 2) for step, error in enumerate([math.inf, math.inf, 0.001])], "NO"),
         ([look(step, 50.0, dq_error=[0.5, 0.5]) for step in range(2)], "UNCLEAR: no layer was flagged in 2 record(s)"),
@@ -309,7 +309,7 @@ def test_the_time_of_a_verdict_grows_like_the_length_of_its_log() -> None:
 @pytest.mark.parametrize(
     ("name", "logit", "first", "largest", "of"),
     [
-        ("frozen", 5e3, "NO: in the 1 layers", "is 1, in layer 0.", "Frozen layers"),
+        ("frozen", 5e3, "NO: in the 1 layer with", "is 1, in layer 0.", "Frozen layers"),
         ("frozen_q", 50.0, "NO: in the 2 layers", "is 50, in layer 1.", "Layers whose queries"),
         ("frozen_q", 150.0, "UNCLEAR: ", "is 150, in layer 1.", "Layers whose queries"),
     ],

@@ -1142,7 +1142,7 @@ def softmax_attention(
     ("attends", "told", "said"),
     [
         ({"mask": CAUSAL.triu(-7)}, {"mask": CAUSAL.triu(-7)}, "NO: "),
-        ({"mask": CAUSAL.triu(-8)}, {"mask": CAUSAL.triu(-7)}, "UNCLEAR: O of layers 0 ("),
+        ({"mask": CAUSAL.triu(-8)}, {"mask": CAUSAL.triu(-7)}, "UNCLEAR: O of layer 0 ("),
         ({"sinks": torch.arange(4.0)}, {"causal": True, "sinks": torch.arange(4.0)}, "NO: "),
         ({"dropout": 0.5}, {"causal": True, "dropout": 0.5}, "UNCLEAR: 0 of 4 records have the gradient of every "),
     ],

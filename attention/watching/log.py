@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -113,6 +114,11 @@ def loose(value: Any) -> Any:
 def layers_of(record: dict[str, Any]) -> list[int]:
     """The numbers of the layers that the lists of a record are of."""
     return record.get("layers") or list(range(len(record["max_logit"])))
+
+
+def named(layers: Sequence[object]) -> str:
+    """ "layer 1", "layers 1, 2": of what stands for each."""
+    return f"layer{'s' * (len(layers) != 1)} {', '.join(map(str, layers))}"
 
 
 def table_of(record: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..backends import BACKENDS
 from ..presets import PRESETS, RECOMMENDED
 from ..user_error import OneLineParser, UserError
 from .growth import FMA_LOGIT, LARGE_LOGIT, GrowthAlarm, GrowthRule
-from .log import layers_of, read_log
+from .log import layers_of, named, read_log
 
 SMALL_LOGIT, MADE_BY_ROUNDING, FEW = 100.0, 1.0, 3
 """Logits below have not been seen to do harm; dQ's error in parts of dQ; fewer records say nothing."""
@@ -127,14 +127,13 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     wrong = _wrong(measured, "dq_error", WRONG) if judges else {}
     # Scores and dQ are then not those of this attention, either.
     if judges and (unlike := _wrong(finite, "o_error", OFF)):
-        names = ", ".join(f"{layer} ({error:.2g})" for layer, error in unlike.items())
-        other = f"UNCLEAR: O of layers {names} is not attention of the q, k, v and mask handed over: its error is above {OFF}"
+        names = named([f"{layer} ({error:.2g})" for layer, error in unlike.items()])
+        other = f"UNCLEAR: O of {names} is not attention of the q, k, v and mask handed over: its error is above {OFF}"
         why = "Is it a mask, window, scale, sinks or dropout that watch was not told, or a rounding of q, k and v in the kernel?"
         return [f"{other}.", f"{why} Else {TEST}", *gone, largest, *notes]
     # A layer above with large logits may be what made this gradient overflow.
     if gone or rounded or (now and top >= LARGE_LOGIT):
-        names = ", ".join(map(str, rounded))
-        errors = [f"The error of dQ's sum is at least the sum in layers {names}."] if rounded else []
+        errors = [f"The error of dQ's sum is at least the sum in {named(rounded)}."] if rounded else []
         small = [f"Logits are small: first {TEST}"] if wrong else []
         return [
             "SUSPECT: attention's rounding may make this gradient.",
@@ -166,7 +165,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         return [f"UNCLEAR: {unseen} attention layer(s) of this model were not seen: {why}", largest, *notes]
     if judges and not _unseen(records, finite):
         last = finite[-1]["step"]
-        seen = f"in the {len(tops)} layers {'with a gradient' if frozen else 'seen'}"
+        seen = f"in the {len(tops)} layer{'s' * (len(tops) != 1)} {'with a gradient' if frozen else 'seen'}"
         seen = seen if records[-1] is finite[-1] else f"before step {last + 1}, {seen}"
         no = f"NO: {seen} attention's rounding does not make this gradient; look at the recipe and the data."
         return [no, largest, *notes, f"It says nothing of steps after {last}."]

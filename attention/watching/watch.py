@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..huggingface_models import Hook
 from ..user_error import invalid
 from .growth import FMA_LOGIT, LARGE_LOGIT, RATE, STEPS, GrowthAlarm, GrowthRule
-from .log import BACK_TO, close_log, layers_of, open_log, read_log, strict, table_of
+from .log import BACK_TO, close_log, layers_of, named, open_log, read_log, strict, table_of
 from .look import Look, of_this_call
 from .measure import as_lists
 from .passes import COMPILED, QKV, Pass, compiled_within, may_attend, plain_mask, within_checkpoint
@@ -478,8 +478,7 @@ class Watch:
             self._judge(record)
         self._say_to, self._largest, self._not_finite = say, None, False
         if self.flagged:
-            layers = ", ".join(map(str, sorted(self.flagged)))
-            say(f"watch: by the log attention layers {layers} were flagged before step {self._first}")
+            say(f"watch: flagged by the log before step {self._first}: attention {named(sorted(self.flagged))}")
         if earlier and self._first - earlier[-1]["step"] > 2 * self._every:
             say(f"watch: the log ends at step {earlier[-1]['step']}, and this run starts at {self._first}")
         if self._first > self._warm_up and not self._alarm.has_begun:
