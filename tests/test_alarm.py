@@ -273,6 +273,25 @@ def test_a_run_whose_attention_is_known_is_told_whether_it_is_the_control(
     assert advice in " ".join(answer([look(step, logit, **columns) | {"attention": attention} for step in range(3)]))
 
 
+@pytest.mark.parametrize(
+    ("attention", "first"),
+    [
+        ("flash_consistent", "UNCLEAR: this run is a control. Attention is flash_consistent: its loss decides;"),
+        ("flash", "SUSPECT: "),
+    ],
+)
+def test_the_first_line_on_a_flagged_run_of_a_control_says_that_it_is_one(attention: str, first: str) -> None:
+    assert answer([record | {"attention": attention} for record in FLAGGED])[0].startswith(first)
+
+
+def test_a_control_is_not_judged_by_what_the_attention_before_it_did() -> None:
+    """Neither by logits past the FMA threshold, nor by errors of dQ."""
+    before = [look(step, 6e4, dq_error=[2.0, 2.0]) | {"attention": "flash"} for step in range(5)]
+    first, *rest = answer([*before, *(look(step, 900.0) | {"attention": "flash_delta_from_p"} for step in (5, 6, 7))])
+    assert "Attention is flash_delta_from_p: its loss decides" in first
+    assert not any("dQ" in line for line in rest)
+
+
 def test_a_no_ends_where_logits_cease_to_be_finite() -> None:
     first, *_, last = answer([look(step, 50.0 if step < 4 else math.nan) for step in range(7)])
     assert first.startswith("NO: before step 4, in the 2 layers seen")

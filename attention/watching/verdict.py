@@ -1,7 +1,8 @@
 """What a file of ``watch`` says of its steps:
 
 - KERNEL: attention's backward pass made a NaN in dQ from finite inputs.
-- SUSPECT: a layer was flagged, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000.
+- SUSPECT: a layer was flagged, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000;
+  and attention is not known as a control, whose loss decides.
 - NO: none of these, logits below 100, three records with the gradient of every layer, and the model hides no attention. No layer's O or sum
   of dQ is far off, and no logit ceased to be finite behind steps that were not seen.
 - UNCLEAR: all else.
@@ -113,8 +114,13 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         where = f"The gradient of layer {layer} is not finite"
         notes.insert(0, f"{where}, or too large to measure, at step {overflowed[-1]['step']}.")
     now = bool(overflowed) and (overflowed[-1] is finite[-1] or 2 * len(overflowed) >= len(finite))
-    often = Counter(layer for record in finite for layer in _rounded(record))
-    rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(finite) or layer in _rounded(finite[-1]))
+    current = _of_last_attention(finite)
+    control = is_control(
+        current[-1].get("attention"), past=max(map(max, _courses(current).values())) > _fma_logit(current)
+    )
+    judged = current if control else finite
+    often = Counter(layer for record in judged for layer in _rounded(record))
+    rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(judged) or layer in _rounded(finite[-1]))
     alarm = GrowthAlarm()
     for record in finite:
         alarm.update(record["step"], record["clock"], dict(zip(layers, record["max_logit"], strict=True)))
@@ -135,15 +141,11 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if gone or rounded or (now and top >= LARGE_LOGIT):
         errors = [f"The error of dQ's sum is at least the sum in {named(rounded)}."] if rounded else []
         small = [f"Logits are small: first {TEST}"] if wrong else []
-        return [
-            "SUSPECT: attention's rounding may make this gradient.",
-            *gone,
-            *errors,
-            *small,
-            largest,
-            *notes,
-            _control(finite[-1], top, fma_logit, failed=True),
-        ]
+        what_to_do = _control(finite[-1], top, fma_logit, control, failed=True)
+        found = [*gone, *errors, *small, largest, *notes]
+        if control:
+            return [f"UNCLEAR: this run is a control. {what_to_do}", *found]
+        return ["SUSPECT: attention's rounding may make this gradient.", *found, what_to_do]
     if now:
         what = "the gradient that reaches attention is not finite already"
         if delta and all(map(math.isfinite, delta)):  # so dO is finite
@@ -171,7 +173,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         return [no, largest, *notes, f"It says nothing of steps after {last}."]
     advice = "Go on watching."
     if top >= SMALL_LOGIT:
-        advice = _control(finite[-1], top, fma_logit, failed=records[-1] is not finite[-1])
+        advice = _control(finite[-1], top, fma_logit, control, failed=records[-1] is not finite[-1])
     if top < LARGE_LOGIT and _unseen(records, finite):
         advice = "Watch each step (every=1) from an earlier checkpoint."
     grown = finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)
@@ -194,14 +196,29 @@ def _since(finite: Sequence[dict[str, Any]], layer: int, step: int) -> str:
     return f"; from then on {', '.join(told)}, in its worst head" if told else ""
 
 
-def _control(last: dict[str, Any], top: float, fma_logit: float, *, failed: bool) -> str:
+def is_control(attention: str | None, *, past: bool) -> bool:
+    """Whether what a record calls ``attention`` is known as a control. ``past``: logits have passed the FMA threshold."""
+    preset = _preset(attention)
+    return preset in ALWAYS_CONTROLS or (preset in CONTROLS and not past)
+
+
+def _preset(attention: str | None) -> str | None:
+    """A backend computes what its preset says; with another base, sites or kernel it may be a control or not: None."""
+    preset, _, inside = (attention or "").removesuffix(")").partition(" (")
+    return preset if preset in PRESETS and inside in ("", *BACKENDS) else None
+
+
+def _of_last_attention(records: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """The last records, all of one attention: a run may have switched to a control, and what it was does not count for that."""
+    last = records[-1].get("attention")
+    return records[max((i for i, r in enumerate(records, 1) if r.get("attention") != last), default=0) :]
+
+
+def _control(last: dict[str, Any], top: float, fma_logit: float, control: bool, *, failed: bool) -> str:
     """What to do where attention's rounding may be the cause, by the attention of the last record. ``failed``: the run surely has."""
     own, past = last.get("attention"), top > fma_logit
     decides = "its loss decides; if that rises, look at the recipe."
-    # A backend computes what its preset says; with another base, sites or kernel it may be a control or not.
-    preset, _, inside = (own or "").removesuffix(")").partition(" (")
-    known = preset in PRESETS and inside in ("", *BACKENDS)
-    if known and (preset in ALWAYS_CONTROLS or (preset in CONTROLS and not past)):
+    if control:
         return f"Attention is {own}: {decides}"
     run = "Run the control."
     if past:  # just before that the layer grows already
@@ -209,7 +226,7 @@ def _control(last: dict[str, Any], top: float, fma_logit: float, *, failed: bool
     if top < LARGE_LOGIT and not failed:
         run = "If the run has failed, run the control; else go on watching."
     run = f"Attention is {own}. {run}" if own else run
-    return run if known else f"{run} If this is the control, {decides}"
+    return run if _preset(own) else f"{run} If this is the control, {decides}"
 
 
 def table(records: Sequence[dict[str, Any]]) -> list[str]:
