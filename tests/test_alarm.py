@@ -384,6 +384,15 @@ def test_the_errors_of_the_layer_that_was_flagged_are_told() -> None:
     assert answer(records)[1] == f"Layer 1 was flagged at step 600; from then on {errors}"
 
 
+def test_a_layer_that_was_flagged_before_attention_changed_is_told_with_the_errors_until_then() -> None:
+    records = [
+        look((i + 1) * 100, (i + 1.0) ** 4, dq_error=[0.0, i / 10]) | {"attention": "flash" if i < 8 else "mine"}
+        for i in range(10)
+    ]
+    told = "before attention changed at step 900; until then dq_error 0.5 to 0.7 of dQ, in its worst head."
+    assert answer(records)[1] == f"Layer 1 was flagged at step 600, {told}"
+
+
 def test_a_file_of_two_runs_is_refused() -> None:
     with pytest.raises(UserError, match="step 0 follows step 100; expected a file of its own"):
         answer([look(0, 1.0), look(100, 1.0), look(0, 1.0)])

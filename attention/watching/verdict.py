@@ -187,13 +187,18 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _since(finite: Sequence[dict[str, Any]], layer: int, step: int) -> str:
-    """The errors of a layer from that step on, each of its worst head: whether its gradient suffers."""
+    """The errors of a layer from that step on, each of its worst head: whether its gradient suffers. And where attention, whose errors
+    these are, changed after that."""
     at, told = layers_of(finite[0]).index(layer), []
+    later = [record for record in finite if record["step"] >= step]
+    same = list(itertools.takewhile(lambda record: record.get("attention") == later[0].get("attention"), later))
+    changed = f", before attention changed at step {later[len(same)]['step']}" if len(same) < len(later) else ""
     for name, whole in (("dq_error", "dQ"), ("row_residual", "delta")):
-        heads = [record[name][at] for record in finite if record["step"] >= step and name in record]
+        heads = [record[name][at] for record in same if name in record]
         worst = [max(of) for of in heads if of and all(map(math.isfinite, of))]
         told += [f"{name} {min(worst):.2g} to {max(worst):.2g} of {whole}"] if worst else []
-    return f"; from then on {', '.join(told)}, in its worst head" if told else ""
+    span = "until then" if changed else "from then on"
+    return changed + (f"; {span} {', '.join(told)}, in its worst head" if told else "")
 
 
 def is_control(attention: str | None, *, past: bool) -> bool:
