@@ -384,6 +384,14 @@ def test_the_errors_of_the_layer_that_was_flagged_are_told() -> None:
     assert answer(records)[1] == f"Layer 1 was flagged at step 600; from then on {errors}"
 
 
+def test_looks_at_which_dq_is_about_0_are_left_out_of_its_error() -> None:
+    """There O is exactly a row of V, so that delta has no error."""
+    records = [record | {"delta_error": [[1e-3] * 2] * 2} for record in FLAGGED]
+    records[-1] |= look(1000, 1e4, dq_error=[2e6, 8e6], delta_error=[1e-9] * 2)
+    errors = "dq_error 0.01 to 0.01 of dQ where that is not about 0, in its worst head."
+    assert answer(records)[1] == f"Layer 1 was flagged at step 600; from then on {errors}"
+
+
 def test_a_layer_that_was_flagged_before_attention_changed_is_told_with_the_errors_until_then() -> None:
     records = [
         look((i + 1) * 100, (i + 1.0) ** 4, dq_error=[0.0, i / 10]) | {"attention": "flash" if i < 8 else "mine"}

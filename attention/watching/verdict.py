@@ -193,8 +193,10 @@ def _since(finite: Sequence[dict[str, Any]], layer: int, step: int) -> str:
     later = [record for record in finite if record["step"] >= step]
     same = list(itertools.takewhile(lambda record: record.get("attention") == later[0].get("attention"), later))
     changed = f", before attention changed at step {later[len(same)]['step']}" if len(same) < len(later) else ""
-    for name, whole in (("dq_error", "dQ"), ("row_residual", "delta")):
-        heads = [record[name][at] for record in same if name in record]
+    there = [record for record in same if not _mostly_error(record).get(layer)]
+    whole_dq = "dQ" if len(there) == len(same) else "dQ where that is not about 0"
+    for name, whole, of_these in (("dq_error", whole_dq, there), ("row_residual", "delta", same)):
+        heads = [record[name][at] for record in of_these if name in record]
         worst = [max(of) for of in heads if of and all(map(math.isfinite, of))]
         told += [f"{name} {min(worst):.2g} to {max(worst):.2g} of {whole}"] if worst else []
     span = "until then" if changed else "from then on"
@@ -332,15 +334,18 @@ def _overflowed(record: dict[str, Any]) -> list[tuple[int, list[float] | None]]:
 
 
 def _rounded(record: dict[str, Any]) -> list[int]:
-    """Layers whose dQ has an error as large as itself, over all heads.
+    """Layers whose dQ has an error as large as itself, and is not about 0."""
+    return [layer for layer, is_nothing in _mostly_error(record).items() if not is_nothing]
+
+
+def _mostly_error(record: dict[str, Any]) -> dict[int, bool]:
+    """Layers whose dQ has an error as large as itself, over all heads; and whether that is because dQ is about 0.
 
     Where all rows are one-hot, dQ cancels to nothing and FP32's rounding is as large, also where O is exactly a row of V in BF16. So delta
     must have an error, too.
     """
-    return [
-        layer
+    return {
+        layer: delta is not None and all(error < HARMLESS for error in delta)
         for layer, heads, delta in _columns(record)
-        if heads
-        and MADE_BY_ROUNDING <= math.hypot(*heads) < math.inf
-        and (delta is None or not all(error < HARMLESS for error in delta))
-    ]
+        if heads and MADE_BY_ROUNDING <= math.hypot(*heads) < math.inf
+    }
