@@ -827,6 +827,17 @@ def test_large_logits_are_told_when_they_come_once_a_run(tmp_path: Path) -> None
     assert [line.rpartition("; ")[2].partition(":")[0] for line in again[1:-1]] == ["past 45,426"]
 
 
+def test_a_control_is_not_told_to_run_the_control() -> None:
+    with replace_sdpa():
+        _, said = growing(range(40))
+    assert [line.rpartition("; ")[2] for line in said if "decides" in line] == [
+        "above 1,000: with flash_consistent its loss decides",
+        "with flash_consistent its loss decides",
+        *["past 45,426: with flash_consistent its loss decides"] * 2,
+    ]
+    assert not any("run the control" in line for line in said)
+
+
 def test_the_fma_threshold_is_that_of_the_dtype(tmp_path: Path) -> None:
     """Logits of about 14,400 are past that of FP16, and before that of BF16."""
     x, told = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(0)) * 60, []

@@ -41,6 +41,7 @@ from .log import BACK_TO, close_log, layers_of, named, open_log, read_log, stric
 from .look import Look, of_this_call
 from .measure import as_lists
 from .passes import COMPILED, QKV, Pass, compiled_within, may_attend, plain_mask, within_checkpoint
+from .verdict import is_control
 
 SHOWN = 8
 """Modules named in a line."""
@@ -130,7 +131,9 @@ class Watch:
             names = layers_of(self.record)
             of = f"0 to {len(names) - 1}" if names == list(range(len(names))) else ", ".join(map(str, names))
             where = f"at step {step} in attention layer {layer} of layers {of}"
-            self._say(f"watch: largest logit {logit:.4g}, {where}{_advice(logit, self._fma_logit)}")
+            self._say(
+                f"watch: largest logit {logit:.4g}, {where}{_advice(logit, self._fma_logit, self.record.get('attention'))}"
+            )
         if not self._passes:
             self._warn("passes", "no forward pass with gradients in training mode: expected what the loop calls")
         if self._passes > 1 and not self._counts and self._step == self._first:
@@ -496,13 +499,15 @@ class Watch:
             return
         self._not_finite = False
         largest = max((max(logit_H), step, layer) for layer, logit_H in logits.items())
-        before = "" if self._largest is None else _advice(self._largest[0], self._fma_logit)
+        attention = record.get("attention")
+        before = "" if self._largest is None else _advice(self._largest[0], self._fma_logit, attention)
         self._fma_logit = min(self._fma_logit, record.get("fma_logit", FMA_LOGIT))
         self._largest = max(self._largest or largest, largest)
-        if (advice := _advice(self._largest[0], self._fma_logit)) != before:
+        if (advice := _advice(self._largest[0], self._fma_logit, attention)) != before:
             self._say(f"step {step}: attention layer {largest[2]}: largest logit {largest[0]:.4g}{advice}")
         for found in self._alarm.update(step, record["clock"], logits):
-            self._say(f"{found}; run the control")
+            decides = is_control(attention, past=self._largest[0] > self._fma_logit)
+            self._say(f"{found}; {f'with {attention} its loss decides' if decides else 'run the control'}")
 
 
 HOOKS = "_optimizer_step_post_hooks"
@@ -565,10 +570,14 @@ class Unwatched:
         return None
 
 
-def _advice(logit: float, fma_logit: float) -> str:
-    if logit > fma_logit:
-        return f"; past {fma_logit:,.0f}: run the control, from a checkpoint with logits below {LARGE_LOGIT:,.0f}"
-    return f"; above {LARGE_LOGIT:,.0f}: run the control" if logit > LARGE_LOGIT else ""
+def _advice(logit: float, fma_logit: float, attention: str | None) -> str:
+    past = logit > fma_logit
+    if not past and logit <= LARGE_LOGIT:
+        return ""
+    bound = f"; past {fma_logit:,.0f}" if past else f"; above {LARGE_LOGIT:,.0f}"
+    if is_control(attention, past=past):
+        return f"{bound}: with {attention} its loss decides"
+    return f"{bound}: run the control{f', from a checkpoint with logits below {LARGE_LOGIT:,.0f}' * past}"
 
 
 def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | None, layout: str) -> list[int]:
