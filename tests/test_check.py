@@ -642,6 +642,7 @@ def test_errors_of_another_class_leave_the_sum_open_and_captured_ones_only_where
         ("flash", ["common_part", "captured_late"], [CURES["delta or P: "]]),
         ("flash_centered_keys", ["common_part", "signs"], [HIDDEN_DELTA]),
         ("flash", ["common_part", "signs"], [CURES["delta or P: "]]),
+        (tiled("lse in BF16"), ["peaked_1000", "signs"], []),
         (cuts_o, ["values_of_one_sign"], ["O: round P and O to nearest, ties to even"]),
         (lambda *call: plain(*call) * 1.005, ["values_of_one_sign", "one_hot"], [CURES["scale error: "]]),
         ("plain", ["scale"], ["scores: keep S in FP32 up to the softmax"]),
