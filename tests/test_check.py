@@ -711,6 +711,7 @@ def test_an_additive_mask_is_that_of_its_booleans(kernel: str, dtype: str) -> No
             "errors: o has 4.0 x plain's; rounded to one side: O is off by",
         ),
         ("equal_keys", {"bias_o": -1.2, "bias_o_se": 0.1}, "safe", ""),
+        ("signs", {"signed": math.nan}, "wrong", "not finite: rows of dS"),
     ],
 )
 def test_what_is_seen_of_one_class_is_judged(name: str, seen: dict[str, float], verdict: str, reason: str) -> None:

@@ -72,6 +72,8 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
     if name == "signs":
         if found["signed"] <= ROWS_AT_RISK:
             return SAFE, ""
+        if not math.isfinite(found["signed"]):
+            return WRONG, "not finite: rows of dS"
         return AT_RISK, f"dS: sums with random signs are off by {found['signed']:.1e} of its rows"
     if endless := [x for x in _NAMES if math.isinf(found.get(f"error_{x}", 0))]:
         return WRONG, f"not finite: {', '.join(endless)}"
