@@ -645,6 +645,7 @@ def test_errors_of_another_class_leave_the_sum_open_and_captured_ones_only_where
         (tiled("lse in BF16"), ["peaked_1000", "signs"], []),
         (cuts_o, ["values_of_one_sign"], ["O: round P and O to nearest, ties to even"]),
         (lambda *call: plain(*call) * 1.005, ["values_of_one_sign", "one_hot"], [CURES["scale error: "]]),
+        (lambda *call: plain(*call) * 1.01, ["common_part", "signs"], [CURES["scale error: "]]),
         ("plain", ["scale"], ["scores: keep S in FP32 up to the softmax"]),
         (lambda q, *kv: plain(q * kv[3], *kv[:3], 1.0), ["scale"], ["scores: multiply S by the scale, not q"]),
     ],

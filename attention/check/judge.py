@@ -198,7 +198,7 @@ CURES = {
 }
 """Advice by a part of a reason, where we know any (docs/results.md)."""
 HIDDEN_DELTA = f"dS: delta is probably off, and hidden in the sums of rows: {_DELTA}"
-"""Advice on dS, unless what is wrong, delta or P, or scores, beside it explain it."""
+"""Advice on dS, unless what is wrong, delta or P, scores, or a scale error, beside it explain it."""
 FEWER_BITS = (
     "errors: if P or an operand has 8 bits these are usual, as limits here are those of 16 bits: then mend the rest, and train beside "
     "a control"

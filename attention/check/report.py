@@ -162,7 +162,8 @@ class Report:
         if any(reason.endswith("at any logit") for reason in seen):  # rounding to one side keeps O = V in one-hot rows
             seen = [reason.replace("rounded to one side: ", "scale error: ") for reason in seen]
         mend = [cure for part, cure in judge.CURES.items() if any(part in reason for reason in seen)]
-        if "dS" in self.found and self.verdict != judge.WRONG and not self.found.keys() & {"delta or P", "scores"}:
+        explained = self.found.keys() & {"delta or P", "scores"} or judge.CURES["scale error: "] in mend
+        if "dS" in self.found and self.verdict != judge.WRONG and not explained:
             mend.append(judge.HIDDEN_DELTA)
         # Captured inputs have errors of many kinds: a coarse one tells nothing of a sum, and one that is wrong has another cause.
         errors = {
