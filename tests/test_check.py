@@ -655,6 +655,11 @@ def test_advice_is_on_what_was_seen_alone(kernel: Any, classes: list[str], cures
     assert re.findall(r"^  ((?:delta or P|dS|scores|O): .*)", text, re.MULTILINE) == cures
 
 
+def test_a_scale_error_is_found_beside_the_errors_that_it_makes() -> None:
+    report = check_attention(lambda *call: 1.01 * plain(*call), device="cpu", shape=SMALL, classes="common_part")
+    assert list(report.found) == ["errors", "scale error"]
+
+
 def test_where_no_advice_is_known_it_says_so() -> None:
     report = check_attention(
         lambda q, *kv: plain(q, *kv) + 0 * q.sum(), device="cpu", shape=SMALL, classes="not_a_number"

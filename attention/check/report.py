@@ -243,11 +243,12 @@ def _left(report: Report) -> str:
 
 
 def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
-    """Classes that are not safe by the beginnings of their reasons."""
+    """Classes that are not safe by the beginnings of their reasons, and by delta or P or a scale error told in them."""
     found: dict[str, list[str]] = {}
     for case in cases:
         if case.reason and case.verdict != judge.SAFE:
-            for what in (case.reason.partition(": ")[0], *["delta or P"] * ("; delta or P: " in case.reason)):
+            later = [what for what in ("delta or P", "scale error") if f" {what}: " in case.reason]
+            for what in (case.reason.partition(": ")[0], *later):
                 found.setdefault(what, []).append(case.name)
     return found
 
