@@ -547,6 +547,11 @@ def test_an_o_in_fp16_that_is_further_off_than_its_rounding_has_a_factor() -> No
     assert "; scale error: O is 1.005 x" in report.cases[0].reason
 
 
+def test_a_factor_of_o_is_no_key_that_is_seen_or_lost() -> None:
+    classes = ("mask_edges", "last_key")
+    assert check_attention(lambda *call: 1.05 * plain(*call), device="cpu", shape=SMALL, classes=classes).found == {}
+
+
 OVER_QUERIES = ["gaussian", "cancelling_queries"]
 
 
