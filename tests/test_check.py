@@ -622,6 +622,23 @@ def test_a_rounding_of_dk_alone_that_grows_where_sums_cancel_is_a_sum_in_16_bits
     assert bool(added(errors, {"ratio_dk": of_gaussian})) == told
 
 
+@pytest.mark.parametrize(
+    ("of_gaussian", "beside", "told"),
+    [
+        (1.3, {}, True),
+        (1.3, {"ratio_dq": 5.0}, True),  # delta is of that O
+        (8.4, {}, False),  # as of P in FP8, whose error is as large where sums do not cancel
+        (1.3, {"ratio_dv": 5.0}, False),
+        (1.3, {"worst_o": 0.1}, False),
+    ],
+)
+def test_a_rounding_of_o_that_grows_where_sums_cancel_is_a_sum_in_16_bits(
+    of_gaussian: float, beside: dict[str, float], told: bool
+) -> None:
+    errors = {"full": {**EXACT, "ratio_o": 4.0}, "cancelling_tiles": {**EXACT, "ratio_o": 13.0, **beside}}
+    assert bool(added(errors, {**EXACT, "ratio_o": of_gaussian})) == told
+
+
 def test_sums_over_queries_in_16_bits_are_told_where_gaussian_inputs_show_them_too() -> None:
     kernel = tiled("dK and dV added in BF16")
     report = check_attention(kernel, device="cpu", shape=Shape(1, 1, 1, 1024), classes=OVER_QUERIES)

@@ -213,6 +213,7 @@ def has_fewer_bits(found: dict[str, float]) -> bool:
 
 
 OVER_KEYS = "dQ is probably added in 16 bits between tiles of keys: add it in FP32"
+O_OVER_KEYS = "O is probably added in 16 bits between tiles of keys: add it in FP32"
 OVER_QUERIES = "dK or dV is probably added in 16 bits between tiles of queries: add it in FP32"
 ASK_GAUSSIAN = "run the class gaussian, too: it tells whether dK or dV is added in 16 bits between tiles of queries"
 
@@ -220,11 +221,11 @@ ASK_GAUSSIAN = "run the class gaussian, too: it tells whether dK or dV is added 
 def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float]) -> list[str]:
     """Advice on sums in 16 bits, from measures of the classes with errors and of ``gaussian``, if that was tried.
 
-    An error that they do not explain leaves it open. What errors of dK and dV have over plain's is then at least twice as much where sums
-    cancel; of another coarse rounding, or a query that is lost, it is as much or less.
+    An error that they do not explain leaves it open. What errors of O, dK and dV have over plain's is then at least twice as much where
+    sums cancel; of another coarse rounding, or a query that is lost, it is as much or less.
     """
     advice = []
-    for name, found in errors.items():
+    for name, found in sorted(errors.items(), key=lambda error: error[0] != "cancelling_tiles"):
         beyond = [x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK]
         if (name, beyond) == ("cancelling_tiles", ["dq"]):
             advice.append(OVER_KEYS)
@@ -232,12 +233,15 @@ def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float]) -> li
         rounded = all(
             max(found[f"size_{x}"], found[f"worst_{x}"]) <= SIZE_WRONG for x in beyond
         )  # and no tile is left out
-        if not (beyond and rounded and {*beyond} <= {"dk", "dv"}) or any(_fit(x, found) for x in beyond):
+        if not (beyond and rounded) or any(_fit(x, found) for x in beyond):
             return []
-        if name == "cancelling_queries" and not gaussian:
+        grown = all(2 * gaussian.get(f"ratio_{x}", math.inf) <= found[f"ratio_{x}"] for x in beyond)
+        if name == "cancelling_tiles" and beyond in (["o"], ["o", "dq"]) and grown:  # delta has O's error
+            advice.append(O_OVER_KEYS)
+        elif not {*beyond} <= {"dk", "dv", *["o"] * (O_OVER_KEYS in advice)}:
+            return []
+        elif name == "cancelling_queries" and not gaussian:
             advice.append(ASK_GAUSSIAN)
-        elif name == "cancelling_queries" and all(
-            2 * gaussian.get(f"ratio_{x}", math.inf) <= found[f"ratio_{x}"] for x in beyond
-        ):
+        elif name == "cancelling_queries" and grown:
             advice.append(OVER_QUERIES)
     return sorted(advice)
