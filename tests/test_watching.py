@@ -398,7 +398,7 @@ def test_passes_that_accumulate_gradients_are_told_that_they_count_as_steps(
             if step % accumulated == accumulated - 1:
                 steps.step()
                 steps.zero_grad()
-    assert sum("no weight changed" in line for line in said) == told
+    assert sum("no weight is seen to change" in line for line in said) == told
 
 
 def test_a_step_of_another_models_optimizer_is_no_step_of_the_watched_one() -> None:
@@ -407,17 +407,7 @@ def test_a_step_of_another_models_optimizer_is_no_step_of_the_watched_one() -> N
         for _ in range(2):
             model(data()).backward()
             other.step()
-    assert any("no weight changed" in line for line in said)
-
-
-def test_weights_that_are_copied_from_master_weights_have_changed() -> None:
-    said: list[str] = []
-    with watch(model := Model(), say=said.append):
-        for _ in range(2):
-            model(data()).backward()
-            for parameter in model.parameters():
-                parameter.data.copy_(parameter.data - 0.1)
-    assert not any("no weight changed" in line for line in said)
+    assert any("no weight is seen to change" in line for line in said)
 
 
 def test_another_number_of_calls_is_one_warning() -> None:

@@ -45,8 +45,6 @@ from .verdict import is_control
 
 SHOWN = 8
 """Modules named in a line."""
-COMPARED = 1000
-"""Numbers of each weight that are compared."""
 
 
 class Watch:
@@ -67,8 +65,6 @@ class Watch:
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
         self._versions: list[int] = []
         """Of the weights in the first pass."""
-        self._numbers: list[Tensor] = []
-        """The first ones of each weight there."""
         self._stepped_since = False
         """Whether an optimizer that holds some of them has made a step since."""
         self._log = open_log(Path(chosen["log"])) if chosen["log"] else None
@@ -207,7 +203,7 @@ class Watch:
         with self._lock:
             self._passes += 1
             if self._counts and self._passes <= 2:
-                self._guard(lambda: self._note_unchanged(model))
+                self._note_unchanged(model)
             if self._gap:
                 self._clock, self._gap = self._clock + self._gap * self._rate(), 0
                 if not self._clock > 0 and self._is_first:
@@ -237,11 +233,8 @@ class Watch:
             self._warn("compiled" if refused else "open", str(error).removeprefix("watch: ") if refused else failed)
 
     def _note_unchanged(self, model: nn.Module) -> None:
-        """torch counts what is written to a tensor, but not by a fused step or through ``.data``: a hook tells an optimizer's steps, and
-        numbers those of an optimizer of copies, as of master weights.
-        """
-        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        versions = [parameter._version for parameter in weights]
+        """torch counts what is written to a tensor, but not by a fused step or through ``.data``: a hook tells an optimizer's steps."""
+        versions = [parameter._version for parameter in model.parameters() if parameter.requires_grad]
         if self._passes == 1:
             watched = weakref.ref(self)  # the hook is torch's, and would keep the model
 
@@ -253,14 +246,11 @@ class Watch:
             self._first_pass = register_optimizer_step_post_hook(stepped)
             self._hooks.append(self._first_pass)
             weakref.finalize(self, self._first_pass.remove)
-            self._numbers = _first_numbers(weights)
         else:
             self._first_pass.remove()
-            unseen = versions and versions == self._versions and not self._stepped_since
-            numbers, self._numbers = self._numbers, []
-            if unseen and all(map(torch.equal, numbers, _first_numbers(weights))):
+            if versions and versions == self._versions and not self._stepped_since:
                 each = "each forward pass counts as a step: give optimizer= where gradients accumulate"
-                self._say(f"watch: no weight changed between the first two passes, and {each}")
+                self._say(f"watch: no weight is seen to change between the first two passes, and {each}")
         self._versions = versions
 
     def _warn_of_inference_paths(self, model: nn.Module) -> None:
@@ -553,11 +543,6 @@ def _counted(step: Any) -> Any:
         return made
 
     return scalers_step
-
-
-def _first_numbers(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Few of each: a copy of a model may be too large. Of all, as those of a norm often stay where weights are in BF16."""
-    return [weight.detach().flatten()[:COMPARED].clone() for weight in weights]
 
 
 class Unwatched:
