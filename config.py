@@ -94,7 +94,8 @@ def load(arguments: list[str]) -> TrainConfig:
         object.__setattr__(config, "attention", attention)
     config = override(config, rest)
     _check_bases(config, replaced, typed={argument.partition("=")[0].replace("_", "-") for argument in rest})
-    for name, spec in _specs(config).items():
+    # A checkpoint's config has to be named again as it was, and a switch may take a preset that reads the site.
+    for name, spec in _specs(config).items() if config.run.resume == "no" and not config.alarm.switches else ():
         for site, why in spec.unread().items():
             raise invalid(f"{name}.sites", " ".join(spec.sites), f"no {site}, as nothing reads it with {why}")
     return config
@@ -118,12 +119,17 @@ def _check_bases(config: TrainConfig, replaced: list[AttentionSpec], typed: set[
     bases = [one.numerics for one in (default, *replaced, *specs.values()) if one.numerics != "hardware"]
     rounds = config.precision.dtype != "float32" or not set(bases) - {"fp32"}
 
-    def lost(name: str, spec: AttentionSpec) -> bool:
+    def forgotten(name: str, spec: AttentionSpec) -> bool:
         own = spec.preset == "standard" or not BACKENDS[spec.resolved_backend].has_sites
-        forgotten = not own and spec.numerics == "hardware" and f"--{name}.numerics" not in typed
-        return forgotten and (spec.numerics != default.numerics or not (rounds or spec.rounds("fp32")))
+        return not own and spec.numerics == "hardware" and f"--{name}.numerics" not in typed
 
-    if names := [name for name, spec in specs.items() if lost(name, spec)]:
+    def lost(spec: AttentionSpec) -> bool:
+        return spec.numerics != default.numerics or not (rounds or spec.rounds("fp32"))
+
+    names = [name for name, spec in specs.items() if forgotten(name, spec)]
+    if "attention.default" not in names or not lost(default):  # else with another default all are lost
+        names = [name for name in names if lost(specs[name])]
+    if names:
         meant = " ".join(f"--{name}.numerics {bases[0]}" for name in names)
         raise invalid(f"{names[0]}.numerics", "hardware", f"a base, as none is inherited: {meant}; or hardware, typed")
 

@@ -36,9 +36,10 @@ def logged_digests(folder: Path) -> dict[int, str]:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """``batches`` of a run's config.json: what its batches were drawn from."""
-    with reading(folder / "config.json"):
-        return read_json(folder / "config.json")["batches"] or {}
+    """``batches`` of a run's config.json: what its batches were drawn from. Empty where a kept run has none."""
+    path = folder / "config.json"
+    with reading(path):
+        return (read_json(path).get("batches") if path.exists() else None) or {}
 
 
 def make(data: DataConfig, out: Path, steps: int, logged: dict[int, str], run: Mapping[str, Any] | None = None) -> int:

@@ -292,6 +292,11 @@ def test_a_control_is_not_judged_by_what_the_attention_before_it_did() -> None:
     assert not any("dQ" in line for line in rest)
 
 
+def test_the_loss_of_a_control_that_began_with_large_logits_decides_nothing() -> None:
+    before = [look(step, 3e3, dq_error=[2.0, 2.0]) | {"attention": "flash"} for step in range(5)]
+    assert answer([*before, look(5, 3e3) | {"attention": "standard"}])[0].startswith("SUSPECT: ")
+
+
 def test_a_no_ends_where_logits_cease_to_be_finite() -> None:
     first, *_, last = answer([look(step, 50.0 if step < 4 else math.nan) for step in range(7)])
     assert first.startswith("NO: before step 4, in the 2 layers seen")

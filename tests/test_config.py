@@ -38,10 +38,7 @@ def test_a_base_that_rounds_nothing_can_be_typed() -> None:
 def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path | None) -> None:
     files = [str(path) for path in (recipe, ablation) if path]
     if recipe.stem == "quickstart" and ablation and ablation.stem not in ("tiny_layer_1", "outlier_heads"):
-        lost = (
-            "--attention.default.numerics",
-            *["--attention.rules.0.attention.numerics"] * ("fp8" not in ablation.stem),
-        )
+        lost = ("--attention.default.numerics", "--attention.rules.0.attention.numerics")
         base = "a base, as none is inherited: " + "".join(f"{option} microcosm[ ;]" for option in lost)
         with pytest.raises(UserError, match=rf"^attention\.default\.numerics = 'hardware': expected {base}"):
             load(files)
@@ -97,6 +94,13 @@ def test_a_rule_that_lost_the_base_of_its_ablation_s_default_is_named(tmp_path: 
 def test_a_typed_site_that_nothing_reads_is_refused(sites: str, said: str) -> None:
     with pytest.raises(UserError, match=rf"^attention\.default\.sites = '{sites}': expected {said}$"):
         load([DEBUG, "--attention.default.sites", *sites.split()])
+
+
+@pytest.mark.parametrize(
+    "more", [["--run.resume", "yes"], ["--alarm.switches", "10:1:flash_stable"]], ids=["resume", "switch"]
+)
+def test_a_site_that_is_in_a_checkpoint_or_that_a_switch_may_read_is_not(more: list[str]) -> None:
+    load([DEBUG, "--attention.default.sites", "row_max_beta=3", *more])
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS, ids=lambda path: path.stem)

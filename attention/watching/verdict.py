@@ -118,6 +118,8 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     control = is_control(
         current[-1].get("attention"), past=max(map(max, _courses(current).values())) > _fma_logit(current)
     )
+    # The loss of one that began with large logits decides nothing.
+    control = control and (len(current) == len(finite) or max(map(max, _courses(current[:1]).values())) <= LARGE_LOGIT)
     judged = current if control else finite
     often = Counter(layer for record in judged for layer in _rounded(record))
     rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(judged) or layer in _rounded(finite[-1]))
