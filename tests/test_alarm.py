@@ -385,16 +385,14 @@ def test_the_errors_of_the_layer_that_was_flagged_are_told() -> None:
     records = [
         look((i + 1) * 100, (i + 1.0) ** 4, dq_error=[0.0, i / 10], row_residual=[2e-7, 1e-7 * i]) for i in range(9)
     ]
-    errors = "dq_error 0.5 to 0.8 of dQ, row_residual 5e-07 to 8e-07 of delta, in its worst head."
-    assert answer(records)[1] == f"Layer 1 was flagged at step 600; from then on {errors}"
+    errors = "dq_error 0.6 of dQ, row_residual 6e-07 of delta, in its worst head."
+    assert answer(records)[1] == f"Layer 1 was flagged at step 600; in the median of steps 600 to 900 {errors}"
 
 
-def test_looks_at_which_dq_is_about_0_are_left_out_of_its_error() -> None:
-    """There O is exactly a row of V, so that delta has no error."""
-    records = [record | {"delta_error": [[1e-3] * 2] * 2} for record in FLAGGED]
-    records[-1] |= look(1000, 1e4, dq_error=[2e6, 8e6], delta_error=[1e-9] * 2)
-    errors = "dq_error 0.01 to 0.01 of dQ where that is not about 0, in its worst head."
-    assert answer(records)[1] == f"Layer 1 was flagged at step 600; from then on {errors}"
+def test_a_look_at_which_dq_is_about_0_does_not_move_its_error() -> None:
+    """There O is exactly a row of V."""
+    records = [*FLAGGED[:-1], look(1000, 1e4, dq_error=[2e6, 8e6], delta_error=[1e-9] * 2)]
+    assert "; in the median of steps 600 to 1000 dq_error 0.01 of dQ, in its worst head." in answer(records)[1]
 
 
 def test_a_layer_that_was_flagged_before_attention_changed_is_told_with_the_errors_until_then() -> None:
@@ -402,8 +400,8 @@ def test_a_layer_that_was_flagged_before_attention_changed_is_told_with_the_erro
         look((i + 1) * 100, (i + 1.0) ** 4, dq_error=[0.0, i / 10]) | {"attention": "flash" if i < 8 else "mine"}
         for i in range(10)
     ]
-    told = "before attention changed at step 900; until then dq_error 0.5 to 0.7 of dQ, in its worst head."
-    assert answer(records)[1] == f"Layer 1 was flagged at step 600, {told}"
+    told = "in the median of steps 600 to 800 dq_error 0.6 of dQ, in its worst head."
+    assert answer(records)[1] == f"Layer 1 was flagged at step 600; {told}"
 
 
 def test_a_file_of_two_runs_is_refused() -> None:

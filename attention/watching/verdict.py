@@ -189,20 +189,17 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _since(finite: Sequence[dict[str, Any]], layer: int, step: int) -> str:
-    """The errors of a layer from that step on, each of its worst head: whether its gradient suffers. And where attention, whose errors
-    these are, changed after that."""
+    """The errors of a layer from that step on, each of its worst head in the median: whether its gradient suffers. Up to a step where
+    attention, whose errors these are, changed."""
     at, told = layers_of(finite[0]).index(layer), []
     later = [record for record in finite if record["step"] >= step]
     same = list(itertools.takewhile(lambda record: record.get("attention") == later[0].get("attention"), later))
-    changed = f", before attention changed at step {later[len(same)]['step']}" if len(same) < len(later) else ""
-    there = [record for record in same if not _mostly_error(record).get(layer)]
-    whole_dq = "dQ" if len(there) == len(same) else "dQ where that is not about 0"
-    for name, whole, of_these in (("dq_error", whole_dq, there), ("row_residual", "delta", same)):
-        heads = [record[name][at] for record in of_these if name in record]
+    for name, whole in (("dq_error", "dQ"), ("row_residual", "delta")):
+        heads = [record[name][at] for record in same if name in record]
         worst = [max(of) for of in heads if of and all(map(math.isfinite, of))]
-        told += [f"{name} {min(worst):.2g} to {max(worst):.2g} of {whole}"] if worst else []
-    span = "until then" if changed else "from then on"
-    return changed + (f"; {span} {', '.join(told)}, in its worst head" if told else "")
+        told += [f"{name} {statistics.median_low(worst):.2g} of {whole}"] if worst else []
+    span = f"in the median of steps {step} to {same[-1]['step']}"
+    return f"; {span} {', '.join(told)}, in its worst head" if told else ""
 
 
 def is_control(attention: str | None, *, past: bool) -> bool:
@@ -336,18 +333,15 @@ def _overflowed(record: dict[str, Any]) -> list[tuple[int, list[float] | None]]:
 
 
 def _rounded(record: dict[str, Any]) -> list[int]:
-    """Layers whose dQ has an error as large as itself, and is not about 0."""
-    return [layer for layer, is_nothing in _mostly_error(record).items() if not is_nothing]
-
-
-def _mostly_error(record: dict[str, Any]) -> dict[int, bool]:
-    """Layers whose dQ has an error as large as itself, over all heads; and whether that is because dQ is about 0.
+    """Layers whose dQ has an error as large as itself, over all heads.
 
     Where all rows are one-hot, dQ cancels to nothing and FP32's rounding is as large, also where O is exactly a row of V in BF16. So delta
     must have an error, too.
     """
-    return {
-        layer: delta is not None and all(error < HARMLESS for error in delta)
+    return [
+        layer
         for layer, heads, delta in _columns(record)
-        if heads and MADE_BY_ROUNDING <= math.hypot(*heads) < math.inf
-    }
+        if heads
+        and MADE_BY_ROUNDING <= math.hypot(*heads) < math.inf
+        and (delta is None or not all(error < HARMLESS for error in delta))
+    ]
