@@ -240,7 +240,7 @@ def test_a_watched_run_is_judged_by_the_list_of_verdicts(records: list[dict[str,
         ({0: 500.0}, "If the run has failed, run the control; else go on watching. If this is"),
         ({0: 500.0, 1: math.nan}, "Run the control. If this is the control, its loss decides"),
         ({0: 500.0, 100: math.nan}, "Watch each step (every=1) from an earlier checkpoint."),
-        ({0: 2e3, 1: math.nan}, "Run the control. If this is the control, its loss decides"),
+        ({0: 2e3, 1: math.nan}, "Run the control, from a checkpoint with logits below 1,000. If this is the control"),
         ({0: 90.0}, "Go on watching."),
     ],
 )
@@ -248,47 +248,55 @@ def test_the_advice_is_that_of_a_run_that_has_failed_where_it_surely_has(looks: 
     assert f"record(s), and 3 are needed to say more. {advice}" in answer([look(*one) for one in looks.items()])[0]
 
 
-EXACT_AT_ANY_LOGIT = "flash_consistent", "flash_delta_from_p_subtract_first", "standard", "sdpa_math"
+CONTROLS = "flash_delta_from_p", "flash_fp32_o (flash_reference)"
+ALWAYS_CONTROLS = "flash_delta_from_p_subtract_first", "standard", "sdpa_math", "flash_consistent (flash_hopper)"
+
+
+@pytest.mark.parametrize("attention", [*CONTROLS, *ALWAYS_CONTROLS])
+@pytest.mark.parametrize("columns", [{}, {"dq_error": [2.0, 2.0]}, {"dq_error": [math.nan] * 2}], ids=str)
+def test_the_loss_of_a_control_decides_whatever_its_records_are(
+    attention: str, columns: dict[str, list[float]]
+) -> None:
+    what = "has the fix" if "consistent" in attention else "is a control"
+    for logit in (50.0, 5e3, 5e4):
+        first, *_ = answer([look(step, logit, **columns) | {"attention": attention} for step in range(3)])
+        assert first.startswith(f"UNCLEAR: this run {what} ({attention}), and its loss decides: if it is stable where ")
+
+
+@pytest.mark.parametrize("attention", [*CONTROLS, *ALWAYS_CONTROLS])
+@pytest.mark.parametrize("logit", [4e4, 5e4])
+def test_past_the_fma_threshold_a_control_whose_exponent_may_fail_says_so(attention: str, logit: float) -> None:
+    first, *_ = answer([look(step, logit) | {"attention": attention} for step in range(3)])
+    assert ("Past 45,426 its own exponent may make it fail" in first) == (logit == 5e4 and attention in CONTROLS)
 
 
 @pytest.mark.parametrize(
     ("attention", "logit", "advice"),
     [
-        ("flash_delta_from_p", 5e3, "Attention is flash_delta_from_p: its loss decides"),
-        ("flash_delta_from_p", 5e4, "Past 45,426: run the control, from a checkpoint with logits below 1,000."),
-        ("flash_fp32_o", 5e3, "Attention is flash_fp32_o: its loss decides"),
-        *((name, 5e4, f"Attention is {name}: its loss decides") for name in EXACT_AT_ANY_LOGIT),
-        ("flash_consistent (flash_hopper)", 5e4, "Attention is flash_consistent (flash_hopper): its loss decides"),
-        ("flash_fp32_o (flash_reference)", 5e3, "Attention is flash_fp32_o (flash_reference): its loss decides"),
-        ("flash_consistent (published)", 5e3, "Run the control. If this is the control, its loss decides"),
-        ("flash_consistent (exponent=fma)", 5e4, "1,000. If this is the control, its loss decides"),
-        ("mine:function", 5e3, "Attention is mine:function. Run the control. If this is the control, its loss decides"),
-        ("flash", 5e3, "Attention is flash. Run the control."),
+        (
+            "flash_consistent (published)",
+            500.0,
+            "published). If the run has failed, run the control; else go on watching. If",
+        ),
+        ("flash_consistent (exponent=fma)", 5e4, "below 1,000. If this is the control, its loss decides"),
+        (
+            "mine:function",
+            5e3,
+            "Attention is mine:function. Run the control, from a checkpoint with logits below 1,000. If",
+        ),
+        ("flash", 5e3, "Attention is flash. Run the control, from a checkpoint with logits below 1,000."),
     ],
 )
-@pytest.mark.parametrize("columns", [{}, {"dq_error": [2.0, 2.0]}], ids=["unclear", "suspect"])
-def test_a_run_whose_attention_is_known_is_told_whether_it_is_the_control(
-    attention: str, logit: float, advice: str, columns: dict[str, list[float]]
-) -> None:
-    assert advice in " ".join(answer([look(step, logit, **columns) | {"attention": attention} for step in range(3)]))
-
-
-@pytest.mark.parametrize(
-    ("attention", "first"),
-    [
-        ("flash_consistent", "UNCLEAR: this run is a control. Attention is flash_consistent: its loss decides;"),
-        ("flash", "SUSPECT: "),
-    ],
-)
-def test_the_first_line_on_a_flagged_run_of_a_control_says_that_it_is_one(attention: str, first: str) -> None:
-    assert answer([record | {"attention": attention} for record in FLAGGED])[0].startswith(first)
+def test_other_attention_is_named_with_what_to_do(attention: str, logit: float, advice: str) -> None:
+    assert advice in " ".join(answer([look(step, logit) | {"attention": attention} for step in range(3)]))
 
 
 def test_a_control_is_not_judged_by_what_the_attention_before_it_did() -> None:
     """Neither by logits past the FMA threshold, nor by errors of dQ."""
     before = [look(step, 6e4, dq_error=[2.0, 2.0]) | {"attention": "flash"} for step in range(5)]
     first, *rest = answer([*before, *(look(step, 900.0) | {"attention": "flash_delta_from_p"} for step in (5, 6, 7))])
-    assert "Attention is flash_delta_from_p: its loss decides" in first
+    assert first.startswith("UNCLEAR: this run is a control (flash_delta_from_p)")
+    assert "45,426" not in first
     assert not any("dQ" in line for line in rest)
 
 

@@ -33,7 +33,7 @@ from attention.check import capture
 from attention.watching import passes
 from attention.watching.log import read_log
 from attention.watching.measure import COLUMNS, Call, measure
-from attention.watching.verdict import answer
+from attention.watching.verdict import answer, table
 
 B, T, H, D, C = 3, 24, 4, 16, 64
 pytestmark = pytest.mark.filterwarnings("error")
@@ -805,15 +805,13 @@ def test_large_logits_are_told_when_they_come_once_a_run(tmp_path: Path) -> None
     assert [line.rpartition("; ")[2].partition(":")[0] for line in again[1:-1]] == ["past 45,426"]
 
 
-def test_a_control_is_not_told_to_run_the_control() -> None:
-    with replace_sdpa():
-        _, said = growing(range(40))
-    assert [line.rpartition("; ")[2] for line in said if "decides" in line] == [
-        "above 1,000: with flash_consistent its loss decides",
-        "with flash_consistent its loss decides",
-        *["past 45,426: with flash_consistent its loss decides"] * 2,
-    ]
-    assert not any("run the control" in line for line in said)
+@pytest.mark.parametrize("preset", ["flash_consistent", "flash_delta_from_p"])
+def test_a_control_is_told_what_the_verdict_says(preset: str, tmp_path: Path) -> None:
+    with replace_sdpa(preset):
+        _, said = growing(range(40), tmp_path / "log")
+    told = [line.partition(": this run ")[2] or line.rpartition("; this run ")[2] for line in said]
+    first = verdict(tmp_path / "log")[0].removeprefix("UNCLEAR: this run ")
+    assert (len(told), all(line and first.startswith(line) for line in told), told[-1]) == (4, True, first)
 
 
 def test_the_fma_threshold_is_that_of_the_dtype(tmp_path: Path) -> None:
@@ -823,8 +821,8 @@ def test_the_fma_threshold_is_that_of_the_dtype(tmp_path: Path) -> None:
         log = tmp_path / str(dtype)
         with watch(model := Attends(), log=log, say=told.append):
             model(x.to(dtype).requires_grad_(), x.to(dtype), is_causal=True).float().sum().backward()
-        told += verdict(log)[:1]
-    assert ["5,678: run the control, from a checkpoint" in line for line in told] == [True] * 3 + [False] * 3
+        told += table(read_log(log))[2:3]
+    assert ["5,678" in line for line in told] == [True] * 3 + [False] * 3
 
 
 def test_from_an_earlier_checkpoint_later_steps_count_no_more_and_are_kept(tmp_path: Path) -> None:

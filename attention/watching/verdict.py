@@ -1,8 +1,8 @@
 """What a file of ``watch`` says of its steps:
 
 - KERNEL: attention's backward pass made a NaN in dQ from finite inputs.
-- SUSPECT: a layer was flagged, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000;
-  and attention is not known as a control, whose loss decides.
+- UNCLEAR of a run that is known as a control or the fix: its loss decides. Else:
+- SUSPECT: a layer was flagged, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000.
 - NO: none of these, logits below 100, three records with the gradient of every layer, and the model hides no attention. No layer's O or sum
   of dQ is far off, and no logit ceased to be finite behind steps that were not seen.
 - UNCLEAR: all else.
@@ -50,6 +50,7 @@ CONTROLS = "flash_delta_from_p", "flash_fp32_o"
 """More exact than ``flash`` up to the FMA threshold, ..."""
 ALWAYS_CONTROLS = "flash_delta_from_p_subtract_first", "standard", "sdpa_math", RECOMMENDED
 """... and at any logit."""
+BELOW = f"from a checkpoint with logits below {LARGE_LOGIT:,.0f}"
 SHOWN = 8
 """Steps in the table."""
 HARMLESS = 2e-5
@@ -105,7 +106,6 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         notes.append(f"Layers whose queries take no gradient though their keys do, so that dQ says nothing: {names}.")
     tops = {layer: max(course) for layer, course in _courses(finite).items()}
     top = max(tops.values())
-    fma_logit = _fma_logit(finite)
     span = f"steps {finite[0]['step']} to {finite[-1]['step']}"
     largest = f"The largest logit of {span} is {top:.4g}, in layer {max(tops, key=tops.__getitem__)}."
     overflowed = [record for record in finite if _overflowed(record)]
@@ -114,15 +114,8 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         where = f"The gradient of layer {layer} is not finite"
         notes.insert(0, f"{where}, or too large to measure, at step {overflowed[-1]['step']}.")
     now = bool(overflowed) and (overflowed[-1] is finite[-1] or 2 * len(overflowed) >= len(finite))
-    current = _of_last_attention(finite)
-    control = is_control(
-        current[-1].get("attention"), past=max(map(max, _courses(current).values())) > _fma_logit(current)
-    )
-    # The loss of one that began with large logits decides nothing.
-    control = control and (len(current) == len(finite) or max(map(max, _courses(current[:1]).values())) <= LARGE_LOGIT)
-    judged = current if control else finite
-    often = Counter(layer for record in judged for layer in _rounded(record))
-    rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(judged) or layer in _rounded(finite[-1]))
+    often = Counter(layer for record in finite for layer in _rounded(record))
+    rounded = sorted(layer for layer, n in often.items() if 2 * n >= len(finite) or layer in _rounded(finite[-1]))
     alarm = GrowthAlarm()
     for record in finite:
         alarm.update(record["step"], record["clock"], dict(zip(layers, record["max_logit"], strict=True)))
@@ -139,15 +132,17 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         other = f"UNCLEAR: O of {names} is not attention of the q, k, v and mask handed over: its error is above {OFF}"
         why = "Is it a mask, window, scale, sinks or dropout that watch was not told, or a rounding of q, k and v in the kernel?"
         return [f"{other}.", f"{why} Else {TEST}", *gone, largest, *notes]
+    current = _of_last_attention(finite)
+    control = control_says(current[-1].get("attention"), _top(current), _fma_logit(current))
+    # The loss of one that began with large logits decides nothing.
+    if control and (len(current) == len(finite) or _top(current[:1]) <= LARGE_LOGIT):
+        return [f"UNCLEAR: {control}", *gone, largest, *notes]
     # A layer above with large logits may be what made this gradient overflow.
     if gone or rounded or (now and top >= LARGE_LOGIT):
         errors = [f"The error of dQ's sum is at least the sum in {named(rounded)}."] if rounded else []
         small = [f"Logits are small: first {TEST}"] if wrong else []
-        what_to_do = _control(finite[-1], top, fma_logit, control, failed=True)
-        found = [*gone, *errors, *small, largest, *notes]
-        if control:
-            return [f"UNCLEAR: this run is a control. {what_to_do}", *found]
-        return ["SUSPECT: attention's rounding may make this gradient.", *found, what_to_do]
+        found = [*gone, *errors, *small, largest, *notes, _control(finite[-1], top, failed=True)]
+        return ["SUSPECT: attention's rounding may make this gradient.", *found]
     if now:
         what = "the gradient that reaches attention is not finite already"
         if delta and all(map(math.isfinite, delta)):  # so dO is finite
@@ -175,7 +170,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         return [no, largest, *notes, f"It says nothing of steps after {last}."]
     advice = "Go on watching."
     if top >= SMALL_LOGIT:
-        advice = _control(finite[-1], top, fma_logit, control, failed=records[-1] is not finite[-1])
+        advice = _control(finite[-1], top, failed=records[-1] is not finite[-1])
     if top < LARGE_LOGIT and _unseen(records, finite):
         advice = "Watch each step (every=1) from an earlier checkpoint."
     grown = finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)
@@ -202,10 +197,19 @@ def _since(finite: Sequence[dict[str, Any]], layer: int, step: int) -> str:
     return f"; {span} {', '.join(told)}, in its worst head" if told else ""
 
 
-def is_control(attention: str | None, *, past: bool) -> bool:
-    """Whether what a record calls ``attention`` is known as a control. ``past``: logits have passed the FMA threshold."""
+def control_says(attention: str | None, logit: float, fma_logit: float) -> str | None:
+    """What a run says whose ``attention`` is known as a control or the fix; None of another. ``logit``: its largest."""
     preset = _preset(attention)
-    return preset in ALWAYS_CONTROLS or (preset in CONTROLS and not past)
+    if preset not in CONTROLS + ALWAYS_CONTROLS:
+        return None
+    what, stable = "is a control", "rounding is probably involved"
+    if preset == RECOMMENDED:
+        what, stable = "has the fix", "keep it"
+    decides = f"this run {what} ({attention}), and its loss decides"
+    said = f"{decides}: if it is stable where your run failed, {stable}; if it fails, too, look at the recipe."
+    if preset in CONTROLS and logit > fma_logit:
+        said += f" Past {fma_logit:,.0f} its own exponent may make it fail: {ALWAYS_CONTROLS[0]}, {BELOW}, is a control at any logit."
+    return said
 
 
 def _preset(attention: str | None) -> str | None:
@@ -220,19 +224,16 @@ def _of_last_attention(records: Sequence[dict[str, Any]]) -> Sequence[dict[str, 
     return records[max((i for i, r in enumerate(records, 1) if r.get("attention") != last), default=0) :]
 
 
-def _control(last: dict[str, Any], top: float, fma_logit: float, control: bool, *, failed: bool) -> str:
+def _control(last: dict[str, Any], top: float, *, failed: bool) -> str:
     """What to do where attention's rounding may be the cause, by the attention of the last record. ``failed``: the run surely has."""
-    own, past = last.get("attention"), top > fma_logit
-    decides = "its loss decides; if that rises, look at the recipe."
-    if control:
-        return f"Attention is {own}: {decides}"
-    run = "Run the control."
-    if past:  # just before that the layer grows already
-        run = f"Past {fma_logit:,.0f}: run the control, from a checkpoint with logits below {LARGE_LOGIT:,.0f}."
-    if top < LARGE_LOGIT and not failed:
+    own, run = last.get("attention"), "Run the control."
+    if top >= LARGE_LOGIT:  # just before a failure the layer grows already
+        run = f"Run the control, {BELOW}."
+    elif not failed:
         run = "If the run has failed, run the control; else go on watching."
     run = f"Attention is {own}. {run}" if own else run
-    return run if _preset(own) else f"{run} If this is the control, {decides}"
+    decides = "If this is the control, its loss decides; if that rises, look at the recipe."
+    return run if _preset(own) else f"{run} {decides}"
 
 
 def table(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -285,6 +286,10 @@ def _courses(finite: Sequence[dict[str, Any]]) -> dict[int, tuple[float, ...]]:
     courses = dict(zip(layers_of(finite[0]), zip(*map(_tops, finite), strict=True), strict=True))
     frozen = _frozen(finite)
     return {layer: tops for layer, tops in courses.items() if layer not in frozen} or courses
+
+
+def _top(finite: Sequence[dict[str, Any]]) -> float:
+    return max(map(max, _courses(finite).values()))
 
 
 def _unseen(records: Sequence[dict[str, Any]], finite: Sequence[dict[str, Any]]) -> bool:

@@ -40,7 +40,7 @@ from .log import BACK_TO, close_log, layers_of, named, open_log, read_log, stric
 from .look import Look, of_this_call
 from .measure import as_lists
 from .passes import COMPILED, QKV, Pass, compiled_within, may_attend, plain_mask, within_checkpoint
-from .verdict import is_control
+from .verdict import BELOW, control_says
 
 SHOWN = 8
 """Modules named in a line."""
@@ -471,8 +471,7 @@ class Watch:
         if (advice := _advice(self._largest[0], self._fma_logit, attention)) != before:
             self._say(f"step {step}: attention layer {largest[2]}: largest logit {largest[0]:.4g}{advice}")
         for found in self._alarm.update(step, record["clock"], logits):
-            decides = is_control(attention, past=self._largest[0] > self._fma_logit)
-            self._say(f"{found}; {f'with {attention} its loss decides' if decides else 'run the control'}")
+            self._say(f"{found}; {control_says(attention, self._largest[0], self._fma_logit) or 'run the control'}")
 
 
 HOOKS = "_optimizer_step_post_hooks"
@@ -535,9 +534,8 @@ def _advice(logit: float, fma_logit: float, attention: str | None) -> str:
     if not past and logit <= LARGE_LOGIT:
         return ""
     bound = f"; past {fma_logit:,.0f}" if past else f"; above {LARGE_LOGIT:,.0f}"
-    if is_control(attention, past=past):
-        return f"{bound}: with {attention} its loss decides"
-    return f"{bound}: run the control{f', from a checkpoint with logits below {LARGE_LOGIT:,.0f}' * past}"
+    run = f"run the control, {BELOW}" if past else "run the control"
+    return f"{bound}: {control_says(attention, logit, fma_logit) or run}"
 
 
 def _check_look(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, layer: int | None, layout: str) -> list[int]:
