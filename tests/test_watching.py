@@ -237,6 +237,13 @@ def test_a_bias_is_added_behind_the_soft_cap() -> None:
     assert all(0 < error < 1e-5 for error in found["dq_error"][0])
 
 
+@pytest.mark.parametrize(("softcap", "held"), [(0.0, {}), (2.0, {"softcap": 2.0})])
+def test_a_record_holds_the_soft_cap_that_its_logits_are_after(softcap: float, held: dict[str, float]) -> None:
+    q, k = drawn()
+    record = handed_over(q.requires_grad_(), k, lambda s: s.softmax(-1), softcap=softcap)
+    assert {name: value for name, value in record.items() if name == "softcap"} == held
+
+
 def test_a_mask_of_an_fp64_model_is_added_in_fp32() -> None:
     mask = torch.zeros(T, T).double().masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
     q = torch.randn(B, H, T, D, dtype=torch.float64, requires_grad=True)

@@ -52,7 +52,8 @@ def _is_record(record: Any) -> bool:
     fits = [
         len(values) == n for column in columns for values, n in zip(column, heads, strict=True) if values is not None
     ]
-    numbers = [record["step"], record["clock"], *(record.get(name, 0) for name in ("hidden", "fma_logit", BACK_TO))]
+    optional = "hidden", "fma_logit", "softcap", BACK_TO
+    numbers = [record["step"], record["clock"], *(record.get(name, 0) for name in optional)]
     numbers += [*layers_of(record), *record.get("frozen", []), *record.get("frozen_q", [])]
     numbers += [x for column in columns for values in column for x in values or []]
     right = all(isinstance(x, int | float) for x in numbers) and isinstance(record.get("attention", ""), str)

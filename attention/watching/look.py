@@ -4,6 +4,7 @@ Legend: B batch, H heads, T queries, S keys, D head dim.
 """
 
 import itertools
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,6 +60,8 @@ class Look:
         self.frozen_q: list[int] = []
         """Layers whose keys take one, but not their queries, as the first one of adapters on keys alone."""
         self.fma_logit = FMA_LOGIT
+        self.softcap = math.inf
+        """The smallest, of layers that have one."""
         self.numerics: set[str | None] = set()
         """Labels of ours; None: of a call of other attention."""
 
@@ -124,6 +127,7 @@ class Look:
 
         if dtype == torch.float16:
             self.fma_logit = FMA_LOGIT_FP16
+        self.softcap = min(self.softcap, float(softcap) or math.inf)
         self._calls[layer] = Call(
             q_BHTD=few(q if o is None else q.expand(*o.shape[:-1], -1)),
             k_BHSD=few(k),

@@ -123,7 +123,7 @@ def _row_probabilities(s_BHRS: Tensor, sinks_H: Tensor | None = None) -> tuple[d
 
 
 COLUMNS = {
-    "max_logit": "largest score",
+    "max_logit": "largest score, after a soft-cap",
     "entropy": "mean entropy of a row, nats",
     "one_hot": "share of rows whose largest probability rounds to 1 in BF16",
     "delta_error": "root mean square of rowsum(dO * O) - rowsum(P * dP), O as attention returned it, over that of rowsum(P * dP)",

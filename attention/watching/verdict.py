@@ -4,7 +4,7 @@
 - UNCLEAR of a run that is known as a control or the fix: its loss decides. Else:
 - SUSPECT: a layer was flagged, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000.
 - NO: none of these, logits below 100, three records with the gradient of every layer, and the model hides no attention. No layer's O or sum
-  of dQ is far off, and no logit ceased to be finite behind steps that were not seen.
+  of dQ is far off, logits do not reach a soft-cap, and no logit ceased to be finite behind steps that were not seen.
 - UNCLEAR: all else.
 
     python -m low_precision_attention.watching watch.jsonl
@@ -53,6 +53,8 @@ ALWAYS_CONTROLS = "flash_delta_from_p_subtract_first", "standard", "sdpa_math", 
 BELOW = f"from a checkpoint with logits below {LARGE_LOGIT:,.0f}"
 SHOWN = 8
 """Steps in the table."""
+NEAR = 0.9
+"""Share of a soft-cap from which on a logit shows little of how large its score is."""
 HARMLESS = 2e-5
 """Largest harmless error of delta: FP32 attention has 1e-7, and no run with up to 1.1e-5 grew (experiments/row_residual/README.md)."""
 
@@ -162,6 +164,10 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if unseen and top < SMALL_LOGIT:
         why = "nn.MultiheadAttention needs need_weights=False, attention of another kind look()."
         return [f"UNCLEAR: {unseen} attention layer(s) of this model were not seen: {why}", largest, *notes]
+    cap = min(record.get("softcap", math.inf) for record in finite)
+    if cap < LARGE_LOGIT and top >= NEAR * cap:
+        reach = f"UNCLEAR: logits reach the cap of {cap:g}, so their bounds say nothing."
+        return [f"{reach} {_control(finite[-1], top, failed=records[-1] is not finite[-1])}", largest, *notes]
     if judges and not _unseen(records, finite):
         last = finite[-1]["step"]
         seen = f"in the {len(tops)} layer{'s' * (len(tops) != 1)} {'with a gradient' if frozen else 'seen'}"
