@@ -399,6 +399,26 @@ def test_the_errors_of_the_layer_that_was_flagged_are_told() -> None:
     assert answer(records)[1] == f"Layer 1 was flagged at step 600; in the median of steps 600 to 900 {errors}"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "first"),
+    [
+        (1e-7, 1e-7, "UNCLEAR: layer 1 flagged, but delta's error is harmless, at most 1e-07 of it"),
+        (1e-3, 1e-7, "SUSPECT"),
+        (1e-7, 1e-3, "SUSPECT"),
+    ],
+)
+@pytest.mark.parametrize("worse", ["row_residual", "delta_error"])
+def test_a_layer_that_was_flagged_is_suspect_where_deltas_error_was_not_harmless(
+    before: float, after: float, first: str, worse: str
+) -> None:
+    records = []
+    for record in FLAGGED:
+        error = before if record["step"] < 600 else after
+        columns = {"row_residual": [1e-8] * 2, "delta_error": [1e-8] * 2} | {worse: [error] * 2}
+        records.append(look(record["step"], record["max_logit"][1][0], **columns))
+    assert answer(records)[0].startswith(first)
+
+
 def test_a_look_at_which_dq_is_about_0_does_not_move_its_error() -> None:
     """There O is exactly a row of V."""
     records = [*FLAGGED[:-1], look(1000, 1e4, dq_error=[2e6, 8e6], delta_error=[1e-9] * 2)]

@@ -2,7 +2,8 @@
 
 - KERNEL: attention's backward pass made a NaN in dQ from finite inputs.
 - UNCLEAR of a run that is known as a control or the fix: its loss decides. Else:
-- SUSPECT: a layer was flagged, dQ is mostly error because delta is wrong, or a gradient is not finite and logits passed 1,000.
+- SUSPECT: a layer was flagged whose error of delta is not harmless, dQ is mostly error because delta is wrong, or a gradient is not
+  finite and logits passed 1,000.
 - NO: none of these, logits below 100, three records with the gradient of every layer, and the model hides no attention. No layer's O or sum
   of dQ is far off, logits do not reach a soft-cap, and no logit ceased to be finite behind steps that were not seen.
 - UNCLEAR: all else.
@@ -50,6 +51,7 @@ CONTROLS = "flash_delta_from_p", "flash_fp32_o"
 """More exact than ``flash`` up to the FMA threshold, ..."""
 ALWAYS_CONTROLS = "flash_delta_from_p_subtract_first", "standard", "sdpa_math", RECOMMENDED
 """... and at any logit."""
+WHOLE = {"dq_error": "dQ", "row_residual": "delta"}
 BELOW = f"from a checkpoint with logits below {LARGE_LOGIT:,.0f}"
 SHOWN = 8
 """Steps in the table."""
@@ -139,6 +141,10 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     # The loss of one that began with large logits decides nothing.
     if control and (len(current) == len(finite) or _top(current[:1]) <= LARGE_LOGIT):
         return [f"UNCLEAR: {control}", *gone, largest, *notes]
+    error = max(itertools.chain(*(_delta_errors(finite, *flag) for flag in alarm.flagged.items())), default=math.inf)
+    if error <= HARMLESS and not rounded and not now:
+        why = f"delta's error is harmless, at most {error:.2g} of it: its rounding does not make these logits grow. Look at the recipe."
+        return [f"UNCLEAR: {named(sorted(alarm.flagged))} flagged, but {why}", *gone, largest, *notes]
     # A layer above with large logits may be what made this gradient overflow.
     if gone or rounded or (now and top >= LARGE_LOGIT):
         errors = [f"The error of dQ's sum is at least the sum in {named(rounded)}."] if rounded else []
@@ -192,15 +198,25 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
 def _since(finite: Sequence[dict[str, Any]], layer: int, step: int) -> str:
     """The errors of a layer from that step on, each of its worst head in the median: whether its gradient suffers. Up to a step where
     attention, whose errors these are, changed."""
-    at, told = layers_of(finite[0]).index(layer), []
     later = [record for record in finite if record["step"] >= step]
     same = list(itertools.takewhile(lambda record: record.get("attention") == later[0].get("attention"), later))
-    for name, whole in (("dq_error", "dQ"), ("row_residual", "delta")):
-        heads = [record[name][at] for record in same if name in record]
-        worst = [max(of) for of in heads if of and all(map(math.isfinite, of))]
-        told += [f"{name} {statistics.median_low(worst):.2g} of {whole}"] if worst else []
+    errors = {name: _median(same, layer, name) for name in WHOLE}
+    told = [f"{name} {error:.2g} of {WHOLE[name]}" for name, error in errors.items() if error < math.inf]
     span = f"in the median of steps {step} to {same[-1]['step']}"
     return f"; {span} {', '.join(told)}, in its worst head" if told else ""
+
+
+def _median(records: Sequence[dict[str, Any]], layer: int, name: str) -> float:
+    """Of a layer's error in its worst head; inf where that was not measured."""
+    at = layers_of(records[0]).index(layer)
+    heads = [record[name][at] for record in records if name in record]
+    return statistics.median_low([max(of) for of in heads if of and all(map(math.isfinite, of))] or [math.inf])
+
+
+def _delta_errors(finite: Sequence[dict[str, Any]], layer: int, step: int) -> list[float]:
+    """Of delta, by both columns, up to the step at which a layer was flagged and from it on: later its rows may be one-hot, and O exact."""
+    parts = [r for r in finite if r["step"] <= step], [r for r in finite if r["step"] >= step]
+    return [_median(part, layer, name) for part in parts for name in ("row_residual", "delta_error")]
 
 
 def control_says(attention: str | None, logit: float, fma_logit: float) -> str | None:
