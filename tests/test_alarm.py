@@ -309,7 +309,9 @@ def test_the_loss_of_a_control_that_began_with_large_logits_decides_nothing() ->
 
 def test_a_no_ends_where_logits_cease_to_be_finite() -> None:
     first, *_, last = answer([look(step, 50.0 if step < 4 else math.nan) for step in range(7)])
-    assert first.startswith("NO: before step 4, in the 2 layers seen")
+    assert first.startswith(
+        "NO: before step 4, no sign of harmful rounding in the 2 layers seen. If the loss fails, look"
+    )
     assert last == "It says nothing of steps after 3."
 
 
@@ -343,8 +345,14 @@ def test_the_time_of_a_verdict_grows_like_the_length_of_its_log() -> None:
 @pytest.mark.parametrize(
     ("name", "logit", "first", "largest", "of"),
     [
-        ("frozen", 5e3, "NO: in the 1 layer with", "is 1, in layer 0.", "Frozen layers"),
-        ("frozen_q", 50.0, "NO: in the 2 layers", "is 50, in layer 1.", "Layers whose queries"),
+        ("frozen", 5e3, "NO: no sign of harmful rounding in the 1 layer with", "is 1, in layer 0.", "Frozen layers"),
+        (
+            "frozen_q",
+            50.0,
+            "NO: no sign of harmful rounding in the 2 layers",
+            "is 50, in layer 1.",
+            "Layers whose queries",
+        ),
         ("frozen_q", 150.0, "UNCLEAR: ", "is 150, in layer 1.", "Layers whose queries"),
     ],
 )

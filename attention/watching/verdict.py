@@ -176,10 +176,10 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         return [f"{reach} {_control(finite[-1], top, failed=records[-1] is not finite[-1])}", largest, *notes]
     if judges and not _unseen(records, finite):
         last = finite[-1]["step"]
-        seen = f"in the {len(tops)} layer{'s' * (len(tops) != 1)} {'with a gradient' if frozen else 'seen'}"
-        seen = seen if records[-1] is finite[-1] else f"before step {last + 1}, {seen}"
-        no = f"NO: {seen} attention's rounding does not make this gradient; look at the recipe and the data."
-        return [no, largest, *notes, f"It says nothing of steps after {last}."]
+        seen = f"the {len(tops)} layer{'s' * (len(tops) != 1)} {'with a gradient' if frozen else 'seen'}"
+        no = f"no sign of harmful rounding in {seen}. If the loss fails, look at the recipe and the data."
+        no = no if records[-1] is finite[-1] else f"before step {last + 1}, {no}"
+        return [f"NO: {no}", largest, *notes, f"It says nothing of steps after {last}."]
     advice = "Go on watching."
     if top >= SMALL_LOGIT:
         advice = _control(finite[-1], top, failed=records[-1] is not finite[-1])
