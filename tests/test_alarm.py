@@ -244,6 +244,7 @@ def test_a_watched_run_is_judged_by_the_list_of_verdicts(records: list[dict[str,
         ({0: 500.0, 100: math.nan}, "Watch each step (every=1) from an earlier checkpoint."),
         ({0: 2e3, 1: math.nan}, "Run the control, from a checkpoint with logits below 1,000. If this is the control"),
         ({0: 90.0}, "Go on watching."),
+        ({0: 90.0, 1: math.nan}, "In FP16 lower the loss scale; else watch from an earlier checkpoint."),
     ],
 )
 def test_the_advice_is_that_of_a_run_that_has_failed_where_it_surely_has(looks: dict[int, float], advice: str) -> None:

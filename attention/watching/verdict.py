@@ -170,19 +170,20 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     if unseen and top < SMALL_LOGIT:
         why = "nn.MultiheadAttention needs need_weights=False, attention of another kind look()."
         return [f"UNCLEAR: {unseen} attention layer(s) of this model were not seen: {why}", largest, *notes]
+    ended = records[-1] is not finite[-1]
     cap = min(record.get("softcap", math.inf) for record in finite)
     if cap < LARGE_LOGIT and top >= NEAR * cap:
         reach = f"UNCLEAR: logits reach the cap of {cap:g}, so their bounds say nothing."
-        return [f"{reach} {_control(finite[-1], top, failed=records[-1] is not finite[-1])}", largest, *notes]
+        return [f"{reach} {_control(finite[-1], top, failed=ended)}", largest, *notes]
     if judges and not _unseen(records, finite):
         last = finite[-1]["step"]
         seen = f"the {len(tops)} layer{'s' * (len(tops) != 1)} {'with a gradient' if frozen else 'seen'}"
         no = f"no sign of harmful rounding in {seen}. If the loss fails, look at the recipe and the data."
-        no = no if records[-1] is finite[-1] else f"before step {last + 1}, {no}"
+        no = f"before step {last + 1}, {no}" if ended else no
         return [f"NO: {no}", largest, *notes, f"It says nothing of steps after {last}."]
-    advice = "Go on watching."
+    advice = "In FP16 lower the loss scale; else watch from an earlier checkpoint." if ended else "Go on watching."
     if top >= SMALL_LOGIT:
-        advice = _control(finite[-1], top, failed=records[-1] is not finite[-1])
+        advice = _control(finite[-1], top, failed=ended)
     if top < LARGE_LOGIT and _unseen(records, finite):
         advice = "Watch each step (every=1) from an earlier checkpoint."
     grown = finite[-1]["clock"] / max(finite[0]["clock"], 1e-30)
