@@ -484,6 +484,10 @@ def test_the_table_has_eight_looks_of_each_layer_that_is_not_frozen_and_no_nan()
     assert rows[0].split()[1:-4] == ["9", "200", "900", "950", "800", "60,000", "70,000", "90,000"]
 
 
+def test_the_table_has_no_long_numbers() -> None:
+    assert table([look(0, 9_876_543.0), look(1, -1.2345e34)])[-2].split()[1:3] == ["9,876,543", "-1.23e+34"]
+
+
 def test_main_says_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "watch.jsonl"
     path.write_text('{"step": 0, "clock": 0, "max_logit": [["nan"]]}\n')

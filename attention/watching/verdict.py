@@ -285,7 +285,7 @@ def table(records: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _shown(logit: float) -> str:
-    return f"{logit:,.0f}" if abs(logit) >= LARGE_LOGIT else f"{logit:.5g}"
+    return f"{logit:.3g}" if abs(logit) >= 1e7 else f"{logit:,.0f}" if abs(logit) >= LARGE_LOGIT else f"{logit:.5g}"
 
 
 def _finite(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
