@@ -507,4 +507,21 @@ def test_other_arguments_than_a_file_are_refused(arguments: list[str]) -> None:
 def test_the_command_says_a_mistake_in_one_line() -> None:
     done = completed([sys.executable, "-m", "attention.watching", __file__])
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith(f"error: {__file__}: expected a file that watch(log=...) wrote")
+    assert done.stderr.startswith(f"error: {__file__}, line 1: expected a file that watch(log=...) wrote")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("{0}\n{1}\n{0}\n", "log, line 2: expected a file"),
+        ("{1}", "the log has no record yet"),
+        ("{0}", "no record yet"),
+    ],
+)
+def test_a_bad_line_is_named_and_a_last_one_that_was_cut_short_is_left_out(
+    lines: str, said: str, tmp_path: Path
+) -> None:
+    whole = json.dumps(look(0, 50.0))
+    (tmp_path / "log").write_text(lines.format(whole, whole[:40]))
+    with pytest.raises(UserError, match=said):
+        main([str(tmp_path / "log")])

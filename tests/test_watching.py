@@ -898,13 +898,16 @@ def test_the_module_inside_a_compiled_one_is_refused_in_one_line() -> None:
     assert len(seen.record["max_logit"]) == 1
 
 
-@pytest.mark.parametrize("foreign", ['{"loss": 1}\n', "without an end of line"])
+@pytest.mark.parametrize("foreign", ['{"loss": 1}\n', "without an end of line", '{"step": 1, "loss": 1}'])
 def test_a_log_of_another_run_is_not_added_to(foreign: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, other = tmp_path / "log", tmp_path / "other"
     growing(range(3), log)
     before = log.read_bytes()
     other.write_text(foreign)
-    for path, expected in ((log, r"a new file, as this one has steps to 2; or start="), (other, "or one of watch")):
+    for path, expected in (
+        (log, r"a new file, as this one has steps to 2; or start="),
+        (other, "line 1: expected a new file for watch"),
+    ):
         with pytest.raises(ValueError, match=expected):
             watch(Model(), log=path)
     assert (log.read_bytes(), other.read_text()) == (before, foreign)

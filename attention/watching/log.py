@@ -3,12 +3,13 @@
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ..user_error import invalid
+from ..user_error import UserError, invalid
 from .measure import COLUMNS
 
 try:
@@ -16,27 +17,35 @@ try:
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
+BEGINS = re.compile(rb'{"step": \d+, "clock": ')
+"""As a record does: a line that was cut short is deleted, which may not be another file's."""
 PATIENCE = 5.0
 """Seconds."""
 BACK_TO = "back_to_step"
 """In a record: its run went on from this step, and the lines before of steps from there on are of the run that it left."""
 
 
-def read_log(log: Path) -> list[dict[str, Any]]:
+def read_log(log: Path, expected: str = "a new file for watch(log=), or one of its own") -> list[dict[str, Any]]:
     """The records in a file of ``watch``, but for a last line that was cut short, and what a run went back behind (``BACK_TO``).
 
-    Raises ``ValueError`` for another file.
+    Raises ``UserError`` for another file, with the first line that is no record, and what was ``expected``.
     """
     if not log.is_file():  # not there yet, or a stream
         return []
+    records: list[dict[str, Any]] = []
     try:
-        content = log.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        records = [loose(json.loads(line)) for line in whole.splitlines()]
-        if not all(map(_is_record, records)) or (content and not records):
+        *lines, last = log.read_bytes().split(b"\n")
+        for line in lines:
+            record = loose(json.loads(line))
+            if not _is_record(record):
+                raise ValueError
+            records.append(record)
+        if last and not records and not BEGINS.match(last):
             raise ValueError
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise invalid("watch: log", str(log), "a new file, or one of watch that can be read") from None
+    except OSError as error:
+        raise UserError(f"{log}: expected {expected} ({error.strerror})") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"{log}, line {len(records) + 1}: expected {expected}") from None
     kept: list[dict[str, Any]] = []
     for record in records:
         if (back_to := record.pop(BACK_TO, None)) is not None:

@@ -72,12 +72,7 @@ def main(arguments: Sequence[str]) -> None:
     path = Path(parser.parse_args(arguments).file)
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected one that watch(log=...) wrote")
-    try:
-        records = read_log(path)
-    except UserError:  # which says what watch(log=) expects, a new file
-        raise UserError(
-            f"{path}: expected a file that watch(log=...) wrote; scripts/compare_runs.py reads runs of train.py"
-        ) from None
+    records = read_log(path, "a file that watch(log=...) wrote; scripts/compare_runs.py reads runs of train.py")
     print("\n".join([*answer(records), *table(records)]))
 
 
