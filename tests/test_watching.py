@@ -446,6 +446,12 @@ def test_a_watch_that_saw_nothing_says_why(passes: int, factor: float, settings:
     assert any(line.startswith(said) for line in [*lines, *(str(one.message) for one in warned)])
 
 
+def test_a_warning_names_the_line_of_the_loop() -> None:
+    with pytest.warns(UserWarning, match="^watch: no forward pass") as warned, watch(Model()):
+        pass
+    assert warned[0].filename == __file__
+
+
 class Around(torch.optim.Optimizer):
     """As Accelerate's: an instance of torch's class that has none of its hooks."""
 

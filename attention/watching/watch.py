@@ -160,7 +160,7 @@ class Watch:
     def _warn(self, what: str, message: str) -> None:
         if self._is_first and what not in self._warned:
             self._warned.add(what)
-            warnings.warn(" ".join(f"watch: {message}".split()), stacklevel=3)
+            warnings.warn(" ".join(f"watch: {message}".split()), stacklevel=_level_of_the_caller())
 
     def _refuse(self, what: str, message: str) -> None:
         """``ValueError`` in the first pass; later, where a run would be lost by it, a warning."""
@@ -529,6 +529,14 @@ class Unwatched:
 
     def close(self) -> None:
         return None
+
+
+def _level_of_the_caller() -> int:
+    """How far above who asks the first frame is that is neither torch's nor of this package."""
+    frame, level, passed = sys._getframe(1), 1, ("torch", __name__.partition(".")[0])
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in passed:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _advice(logit: float, fma_logit: float, attention: str | None) -> str:
