@@ -452,6 +452,14 @@ def test_a_warning_names_the_line_of_the_loop() -> None:
     assert warned[0].filename == __file__
 
 
+def test_an_optimizer_that_makes_no_step_is_warned_of_while_the_run_can_be_mended() -> None:
+    with watch(model := Model(), every=9, optimizer=torch.optim.SGD([torch.ones(1)])):
+        for _ in range(100):
+            model(data())
+        with pytest.warns(UserWarning, match="the optimizer made no step in 100 forward passes: expected the one"):
+            model(data())
+
+
 class Around(torch.optim.Optimizer):
     """As Accelerate's: an instance of torch's class that has none of its hooks."""
 

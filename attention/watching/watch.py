@@ -44,6 +44,8 @@ from .verdict import BELOW, control_says
 
 SHOWN = 8
 """Modules named in a line."""
+PATIENCE = 99
+"""A step may take the gradients of so many passes."""
 
 
 class Watch:
@@ -127,9 +129,7 @@ class Watch:
             )
         if not self._passes:
             self._warn("passes", "no forward pass with gradients in training mode: expected what the loop calls")
-        if self._passes > 1 and not self._counts and self._step == self._first:
-            none = f"the optimizer made no step in {self._passes} forward passes"
-            self._warn("steps", f"{none}: expected the one that the loop steps")
+        self._warn_without_steps(1)
 
     def _leave(self) -> None:
         _count_no_more(self)
@@ -161,6 +161,11 @@ class Watch:
         if self._is_first and what not in self._warned:
             self._warned.add(what)
             warnings.warn(" ".join(f"watch: {message}".split()), stacklevel=_level_of_the_caller())
+
+    def _warn_without_steps(self, passes: int) -> None:
+        if self._passes > passes and not self._counts and self._step == self._first:
+            none = f"the optimizer made no step in {self._passes} forward passes"
+            self._warn("steps", f"{none}: expected the one that the loop steps")
 
     def _refuse(self, what: str, message: str) -> None:
         """``ValueError`` in the first pass; later, where a run would be lost by it, a warning."""
@@ -196,6 +201,7 @@ class Watch:
             return
         self._local.seeing = None
         with self._lock:
+            self._warn_without_steps(PATIENCE)
             self._passes += 1
             if self._counts and self._passes == 2 and any(x.grad is not None for x in model.parameters()):
                 if_so = "if they accumulate, give optimizer=, as each forward pass counts as a step"
