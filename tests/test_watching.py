@@ -452,6 +452,18 @@ def test_a_warning_names_the_line_of_the_loop() -> None:
     assert warned[0].filename == __file__
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_model_that_may_be_trained_in_eval_mode_is_warned_of_at_its_third_pass(trained: bool) -> None:
+    with warnings.catch_warnings(record=True, action="always") as warned, watch(model := Model(), every=1):
+        if trained:
+            model(data())
+        with torch.no_grad():
+            model.eval()(data())
+        for passes in range(1, 5):
+            model(data()).backward()
+            assert any("if they train the model" in str(one.message) for one in warned) == (passes > 2 and not trained)
+
+
 def test_an_optimizer_that_makes_no_step_is_warned_of_while_the_run_can_be_mended() -> None:
     with watch(model := Model(), every=9, optimizer=torch.optim.SGD([torch.ones(1)])):
         for _ in range(100):

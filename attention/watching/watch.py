@@ -65,6 +65,8 @@ class Watch:
         """Steps of no record. The clock takes them in at the first pass: until then a Trainer loads its optimizer's state."""
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
         self._log = open_log(Path(chosen["log"])) if chosen["log"] else None
+        self._in_eval_mode = 0
+        """Passes with gradients."""
         self._back_to = chosen["back_to"]
         """Step from which on the log's records are to count no more; the next record says so."""
         self.record: dict[str, Any] = {}
@@ -197,7 +199,13 @@ class Watch:
             self._cut_short(interrupted)
         # Activation checkpointing calls the model again in the backward pass; a reentrant one had no gradients before.
         again = torch._C._current_graph_task_id() != -1 and within_checkpoint()
-        if again or not (model.training and torch.is_grad_enabled()):
+        if again or not torch.is_grad_enabled():
+            return
+        if not model.training:
+            self._in_eval_mode += 1
+            if self._in_eval_mode == 3 and not self._passes:
+                passes = "the first three forward passes with gradients were in eval mode, in which it does not look"
+                self._warn("eval mode", f"{passes}: if they train the model, call model.train() first")
             return
         self._local.seeing = None
         with self._lock:
@@ -662,7 +670,7 @@ def watch(
             what is not seen or not judged, and at the end with the largest logit.
 
     Layers are numbered by their calls in a forward pass. Raises ``ValueError`` for bad arguments, and in the first pass that makes no call.
-    Warns at the end where the model made no training pass.
+    Warns where the model made no training pass: in eval mode, as ``from_pretrained`` gives it, it looks at nothing.
     """
     counts = ("every", every, 1), ("sequences", sequences, 1), ("warm_up", warm_up, 0), ("start", start, 0)
     for name, value, least in counts:
