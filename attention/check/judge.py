@@ -212,36 +212,28 @@ def has_fewer_bits(found: dict[str, float]) -> bool:
     return "o" in beyond and all(found[f"error_{x}"] < 2.0**-3 and not _fit(x, found) for x in beyond)
 
 
-OVER_KEYS = "dQ is probably added in 16 bits between tiles of keys: add it in FP32"
-O_OVER_KEYS = "O is probably added in 16 bits between tiles of keys: add it in FP32"
-OVER_QUERIES = "dK or dV is probably added in 16 bits between tiles of queries: add it in FP32"
-ASK_GAUSSIAN = "run the class gaussian, too: it tells whether dK or dV is added in 16 bits between tiles of queries"
-
-
 def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float]) -> list[str]:
     """Advice on sums in 16 bits, from measures of the classes with errors and of ``gaussian``, if that was tried.
 
-    An error that they do not explain leaves it open. What errors of O, dK and dV have over plain's is then at least twice as much where
-    sums cancel; of another coarse rounding, or a query that is lost, it is as much or less.
+    An error over plain's is then at least twice as much where sums cancel; of another coarse rounding it is as much or less. A tile that is
+    left out may have as much, too, but then some class has an error that no rounding makes.
     """
+    if any(
+        found[f"{what}_{x}"] > SIZE_WRONG for found in errors.values() for what in ("size", "worst") for x in _NAMES
+    ):
+        return []
     advice = []
-    for name, found in sorted(errors.items(), key=lambda error: error[0] != "cancelling_tiles"):
-        beyond = [x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK]
-        if (name, beyond) == ("cancelling_tiles", ["dq"]):
-            advice.append(OVER_KEYS)
-            continue
-        rounded = all(
-            max(found[f"size_{x}"], found[f"worst_{x}"]) <= SIZE_WRONG for x in beyond
-        )  # and no tile is left out
-        if not (beyond and rounded) or any(_fit(x, found) for x in beyond):
-            return []
-        grown = all(2 * gaussian.get(f"ratio_{x}", math.inf) <= found[f"ratio_{x}"] for x in beyond)
-        if name == "cancelling_tiles" and beyond in (["o"], ["o", "dq"]) and grown:  # delta has O's error
-            advice.append(O_OVER_KEYS)
-        elif not {*beyond} <= {"dk", "dv", *["o"] * (O_OVER_KEYS in advice)}:
-            return []
-        elif name == "cancelling_queries" and not gaussian:
-            advice.append(ASK_GAUSSIAN)
-        elif name == "cancelling_queries" and grown:
-            advice.append(OVER_QUERIES)
-    return sorted(advice)
+    for name, tensors, over in (
+        ("cancelling_tiles", ("o", "dq"), "keys"),
+        ("cancelling_queries", ("dk", "dv"), "queries"),
+    ):
+        found = errors.get(name, {})
+        coarse = [x for x in tensors if found.get(f"ratio_{x}", 0) > RATIO_AT_RISK]
+        if "o" in coarse:
+            coarse = ["o"]  # delta, and so dQ, has its error
+        sums = f"{' and '.join(coarse)} in 16 bits between tiles of {over}"
+        if coarse and not gaussian:
+            advice.append(f"run the class gaussian, too: it tells whether the kernel adds {sums}")
+        elif coarse and all(2 * gaussian[f"ratio_{x}"] <= found[f"ratio_{x}"] for x in coarse):
+            advice.append(f"the kernel probably adds {sums}: add in FP32")
+    return advice

@@ -165,13 +165,7 @@ class Report:
         explained = self.found.keys() & {"delta or P", "scores"} or judge.CURES["scale error: "] in mend
         if "dS" in self.found and self.verdict != judge.WRONG and not explained:
             mend.append(judge.HIDDEN_DELTA)
-        # Captured inputs have errors of many kinds: a coarse one tells nothing of a sum, and one that is wrong has another cause.
-        errors = {
-            case.name: case.measures
-            for case in judged
-            if case.name in self.found.get("errors", [])
-            and (case.verdict == judge.WRONG or (case.name in CLASSES and case.name not in PACKAGED))
-        }
+        errors = {case.name: case.measures for case in judged if case.name in self.found.get("errors", [])}
         gaussian = next((case.measures for case in judged if case.name == "gaussian"), {})
         mend += [f"errors: {x}" for x in judge.added(errors, gaussian)]
         if "gaussian" in errors and judge.has_fewer_bits(gaussian):
