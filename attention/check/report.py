@@ -40,8 +40,7 @@ DECISIVE = {"common_part", "shared_direction", "peaked_1000"}
 TELLING_LOGIT = 100.0
 """Captured inputs of less say nothing where a kernel is safe: flash, which fails, is so in captured_early and captured_healthy, of 43 and
 58, and not in captured_growing, of 400."""
-MODES = {None: ("", ""), True: (" --causal", ", causal alone"), False: (" --no-causal", ", not causal")}
-"""The command's option, and what the report says of it."""
+MODES = {None: "", True: ", causal alone", False: ", not causal"}
 LEGEND = (
     f"rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
     "which is eager attention in this dtype with a softmax in FP32"
@@ -100,12 +99,12 @@ class Report:
         """For people: the verdict; what is wrong, at risk, to mend, safe, not tried."""
         base = told_shape(self.cases[0], self) if self.cases else self.shape
         seen = dict.fromkeys(filter(None, self.environment.values()))
-        about = ", ".join([self.kernel, self.dtype, f"{base}{MODES[self.causal][1]}", *seen])
+        about = ", ".join([self.kernel, self.dtype, f"{base}{MODES[self.causal]}", *seen])
         left = _left(self)
         if {case.verdict for case in self.cases} == {judge.UNVERIFIED}:
             return f"verdict: {judge.UNVERIFIED}: {self.cases[0].reason}{left}\n{about}"
         of: dict[str, list[Case]] = {verdict: [] for verdict in judge.ORDER}
-        for case in sorted(self.cases, key=lambda case: not case.reason.startswith("layout: ")):
+        for case in self.cases:
             of[case.verdict].append(case)
         raised = of[judge.UNVERIFIED]
         judged = [case for case in self.cases if case not in raised]
@@ -183,43 +182,17 @@ class Report:
         return names
 
     def _again(self) -> list[str]:
-        """How to see its worst case again, and its tensors."""
-
-        def badness(case: Case) -> tuple[Any, ...]:
-            wrong = case.verdict == judge.WRONG
-            # Of what is not finite there is no size.
-            furthest = max(case.measures.get(f"size_{x}", case.measures.get(f"error_{x}", 0)) for x in measures.NAMES)
-            # Classes of its own name what is wrong.
-            return (
-                judge.ORDER.index(case.verdict),
-                case.reason.startswith("layout: "),
-                wrong and case.name in measures.OWN,
-                wrong and furthest,
-                case.measures.get("rows", 0),
-            )
-
-        case = max(self.cases, key=badness)
-        has_own = case.name.endswith(".zip")
-        chosen = f"--{'inputs' if has_own else 'class'} {shlex.quote(case.name)}"
-        usual = Shape(G=self.shape.H, T=0).sizes()  # of T it depends on the device
-        sizes = "".join(
-            f" --{name} {n}" for name, n in self.shape.sizes().items() if n != usual.get(name) and not has_own
-        )
-        sizes += MODES[self.causal][0] + " --without odd_length" * ("odd_length" in self.without)
+        """How to see the first of its worst cases again, and its tensors."""
+        case = next(case for case in self.cases if case.verdict == self.verdict)
         shape = even(inputs_of(case.name), self.shape) if "odd_length" in self.without else told_shape(case, self)
-        command = f"python -m {__package__} {self.kernel} {chosen} --device {self.device} --dtype {self.dtype}{sizes}"
         more = "".join(f", {name}={value}" for name, value in _mode(case.name, self.causal).items())
         given = f'"{inputs_of(case.name)}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
-        made, masked = f"{__package__}.make({given})", ", mask.visible" * (case.name in MASKED)
-        how = f"p = {made} has q, k, v, do{_other_sizes(case, shape)}, scale, causal{masked}"
-        if "rows of dS" in case.reason:
-            how += f"; rows: norm(dQ[..., -1]) / norm(scale * rowsum(|dS|)), dQ over multiples of dO: {__package__}.measures.row_sums"
-        # A command finds no function of the script that called, none within another, and no object.
-        nameless = any(mark in self.kernel for mark in ("__main__:", "<", "("))
+        masked = ", mask.visible" * (case.name in MASKED)
+        how = f"p = {__package__}.make({given}) has q, k, v, do{_other_sizes(case, shape)}, scale, causal{masked}"
         if case.name in measures.OWN:
-            call = f"{__package__}.kernels.find({'kernel' if nameless else repr(self.kernel)}).call"
-            how = f"which is {__package__}.measures.{measures.OWN[case.name].measure.__name__}({call}, {made})"
-        return [how] if nameless else [f"again: {command}", how]
+            measure = f"{__package__}.measures.{measures.OWN[case.name].measure.__name__}"
+            how += f"; measure: {measure}({__package__}.kernels.find(kernel).call, p)"
+        return [f"again: --{'inputs' if case.name.endswith('.zip') else 'class'} {shlex.quote(case.name)}", how]
 
 
 def inputs_of(name: str) -> str:
@@ -303,7 +276,7 @@ def table(reports: Sequence[Report]) -> str:
             found = [report.cases[0].reason[:80].replace("|", "\\|")]  # a bar would end the cell
         verdict = ": ".join([report.verdict, *[", ".join(found)] * bool(found)]) + _left(report)
         dims = f"{shape.D}, V {shape.DV}" if shape.DV else shape.D
-        kernel = f"`{report.kernel}`{MODES[report.causal][1]}"
+        kernel = f"`{report.kernel}`{MODES[report.causal]}"
         lines.append(f"| {kernel} | {dims if alike else shape} | {verdict} | {' | '.join(shown)} | {bits} |")
     return "\n".join(lines)
 
