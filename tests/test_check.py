@@ -934,7 +934,6 @@ def test_captured_inputs_are_the_same_attention_in_a_larger_head_dim() -> None:
     reports = [check_attention("flash", device="cpu", shape=Shape(D=D), classes="captured_late") for D in (64, 96)]
     rows = [report.cases[0].measures["rows"] for report in reports]
     assert (reports[1].verdict, rows[1]) == ("at risk", pytest.approx(rows[0], rel=0.01))
-    assert ["padded with zeros" in report.text() for report in reports] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -1187,7 +1186,7 @@ def test_a_kernel_without_grouped_heads_can_exit_with_0(
     classes = ("--class", "mask_edges", "--class", "grouped")
     assert main([f"{__name__}:heads_alike", "--device", "cpu", "--T", "64", *classes, *options]) == code
     told = capsys.readouterr().out
-    assert f"(1 of {len(reasons())} classes tried{'; left out: grouped' * (code == 0)})" in told
+    assert f"{'; left out: grouped' * (code == 0)} (1 of {len(reasons())} classes tried)" in told
     reason = "NotImplementedError: no grouped heads (k and v have 3 heads, q 9)"
     row = f"\nunverified:\n  grouped (H 9 G 3): {reason}\n"
     assert (row in told) == ("--without grouped\n" in told) == (code == 3)
@@ -1355,7 +1354,7 @@ def test_what_is_wrong_is_told_before_what_is_at_risk_and_what_to_mend_and_what_
 
 def test_inputs_of_ones_own_are_not_counted_among_the_classes(tmp_path: Path) -> None:
     make("peaked_1000", SMALL, torch.bfloat16, CPU).save(file := tmp_path / "x.zip")
-    assert check_attention("torch:math", device="cpu", classes=str(file)).text().startswith("verdict: safe\n")
+    assert check_attention("torch:math", device="cpu", classes=str(file)).text().startswith("verdict: safe (0 of ")
 
 
 def test_a_layout_that_is_mixed_up_is_told_before_what_follows_from_it() -> None:

@@ -90,6 +90,19 @@ class Report:
         """Classes of ``without`` that would have been tried."""
         return [name for name in self.not_tried if name in self.without]
 
+    @property
+    def headline(self) -> str:
+        """The verdict, what was found and what was left out, in a line."""
+        bad = (judge.WRONG, judge.AT_RISK, judge.UNVERIFIED)
+        parts = [f"{verdict}: {', '.join(reasons_of(cases))}" for verdict in bad if (cases := self._of(verdict))]
+        if self.cases and len(self._of(judge.UNVERIFIED)) == len(self.cases):
+            parts = [f"{judge.UNVERIFIED}: {self.cases[0].reason}"]
+        left = [f"left out: {', '.join(self.left_out)}"] * bool(self.left_out)
+        return "; ".join([*(parts or [self.verdict]), *left])
+
+    def _of(self, verdict: str) -> list[Case]:
+        return [case for case in self.cases if case.verdict == verdict]
+
     def json(self) -> str:
         """One document with ``schema``, the version of its form; numbers that are not finite are strings."""
         content = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
@@ -100,37 +113,27 @@ class Report:
         base = told_shape(self.cases[0], self) if self.cases else self.shape
         seen = dict.fromkeys(filter(None, self.environment.values()))
         about = ", ".join([self.kernel, self.dtype, f"{base}{MODES[self.causal]}", *seen])
-        left = _left(self)
-        if {case.verdict for case in self.cases} == {judge.UNVERIFIED}:
-            return f"verdict: {judge.UNVERIFIED}: {self.cases[0].reason}{left}\n{about}"
-        of: dict[str, list[Case]] = {verdict: [] for verdict in judge.ORDER}
-        for case in self.cases:
-            of[case.verdict].append(case)
-        raised = of[judge.UNVERIFIED]
+        raised, safe = self._of(judge.UNVERIFIED), self._of(judge.SAFE)
         judged = [case for case in self.cases if case not in raised]
-        bad = (judge.WRONG, judge.AT_RISK, judge.UNVERIFIED)
-        found = [f"{verdict}: {', '.join(reasons_of(of[verdict]))}" for verdict in bad if of[verdict]]
+        if raised and not judged:
+            return f"verdict: {self.headline}\n{about}"
         tried = sum(case.name in KNOWN_CLASSES for case in judged)
-        own = f", {len(judged) - tried} of your own" * (tried < len(judged))
-        among = f"{tried} of {len(KNOWN_CLASSES)} classes tried{own}" if tried or not judged else ""
-        among = f" ({(among + left).removeprefix('; ')})" if tried < len(KNOWN_CLASSES) and among + left else ""
-        lines = [f"verdict: {'; '.join(found) or self.verdict}{among}", about]
+        among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried)" if tried < len(KNOWN_CLASSES) else ""
+        lines = [f"verdict: {self.headline}{among}", about]
 
         def rows(verdict: str) -> list[str]:
             return _by_reason(
-                verdict, ((f"{case.name}{_other_sizes(case, base)}", case.reason) for case in of[verdict])
+                verdict, ((f"{case.name}{_other_sizes(case, base)}", case.reason) for case in self._of(verdict))
             )
 
         lines += rows(judge.WRONG) + rows(judge.AT_RISK)
         if mend := self._mend(judged):
             lines += ["mend:", *(f"  {what}" for what in mend)]
-        if safe := of[judge.SAFE]:
+        if safe:
             sums = [case.measures["rows"] for case in safe if "rows" in case.measures]
             most = f", rows of dS {max(sums):.1e} or less (limit {judge.ROWS_AT_RISK:.1e})" if sums else ""
             lines.append(f"safe{most}: {', '.join(case.name for case in safe)}")
         lines += [f"note: {case.reason}" for case in safe if case.reason]
-        if max(self.shape.dims) > PACKAGED_DIM and any(case.name in PACKAGED for case in self.cases):
-            lines.append(f"captured_*: of head dim {PACKAGED_DIM}, padded with zeros; the scale stays")
         lines += [
             f"{case.name}: largest logit {logit:.3g}: safe says nothing here, as kernels that fail are, too; take the layer that grows"
             for case in safe
@@ -144,7 +147,9 @@ class Report:
             if only_full and {case.name for case in raised} >= DECISIVE:
                 lines.append("if the kernel has no causal mask: --no-causal")
                 not_for = []
-            elif tried_full == of[judge.WRONG] and all(map(_is_other_o, tried_full)) if tried_full else raised_full:
+            elif (
+                tried_full == self._of(judge.WRONG) and all(map(_is_other_o, tried_full)) if tried_full else raised_full
+            ):
                 lines.append("if the kernel is for causal attention alone: --causal")
                 not_for = [case for case in raised if case not in raised_full]
         if options := " ".join(f"--without {name}" for name in self._not_for(not_for)):
@@ -203,10 +208,6 @@ def inputs_of(name: str) -> str:
 def _mode(name: str, causal: bool | None) -> dict[str, Any]:
     """``causal`` for what makes the inputs of a class, unless the class has it by itself or does not take it."""
     return {} if causal is None or causal != (name in FULL) or name in WITH_CAUSAL else {"causal": causal}
-
-
-def _left(report: Report) -> str:
-    return f"; left out: {', '.join(report.left_out)}" * bool(report.left_out)
 
 
 def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
@@ -271,10 +272,7 @@ def table(reports: Sequence[Report]) -> str:
             for name, form in (("rows", ".1e"), ("ratio_dq", ".1f"), ("limit", ",.0f"))
         ]
         bits = "".join("yes" if same else "no" for same in measured.get("deterministic", []))
-        found = [*report.found]
-        if {case.verdict for case in report.cases} == {judge.UNVERIFIED}:
-            found = [report.cases[0].reason[:80].replace("|", "\\|")]  # a bar would end the cell
-        verdict = ": ".join([report.verdict, *[", ".join(found)] * bool(found)]) + _left(report)
+        verdict = report.headline.replace("|", "\\|")  # a bar would end the cell
         dims = f"{shape.D}, V {shape.DV}" if shape.DV else shape.D
         kernel = f"`{report.kernel}`{MODES[report.causal]}"
         lines.append(f"| {kernel} | {dims if alike else shape} | {verdict} | {' | '.join(shown)} | {bits} |")
