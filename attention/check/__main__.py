@@ -21,7 +21,6 @@ from .report import (
     csv_of,
     device_of,
     reasons,
-    side_by_side,
     table,
 )
 
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         "gradient of the log-sum-exp, packed sequences of unequal lengths.",
     )
     parser.add_argument("kernels", metavar="KERNEL", nargs="*", help="of several, the exit code is that of the worst")
-    parser.add_argument("--against", metavar="KERNEL", help="show it beside KERNEL; it has no say in the exit code")
+    parser.add_argument("--against", metavar="KERNEL", help="one more, which has no say in the exit code")
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     for name, what in _SIZES.items():
@@ -67,8 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if not options.kernels:
         raise UserError("KERNEL: expected one or more; --help says which")
-    if options.against and len(options.kernels) > 1:
-        raise UserError(f"--against {options.against}: expected one KERNEL, not {len(options.kernels)}")
     device_of(options.device)
     # A wrong name or file shows before the first kernel has run.
     for option, file in (("--json", options.json), ("--csv", options.csv)):
@@ -79,26 +76,22 @@ def main(arguments: list[str] | None = None) -> int:
                 raise UserError(f"{option} {file}: expected a file in a folder that is there and can be written to")
     if options.json and options.csv and Path(options.json).resolve() == Path(options.csv).resolve():
         raise UserError(f"--csv {options.csv}: expected another file than --json has")
-    tested: list[Report] = []
-    against: list[Report] = []
+    names = [*options.kernels, *filter(None, [options.against])]
+    reports: list[Report] = []
     # A kernel that prints would spoil the JSON.
     with contextlib.redirect_stdout(sys.stderr if options.json == "-" else sys.stdout):
-        for name in (*options.kernels, *filter(None, [options.against])):
+        for name in names:
             find(name)
-        for shape, name in itertools.product(_shapes(options), options.kernels):
-            tested.append(_report(name, shape, options))
-            if options.against:
-                against.append(_report(options.against, shape, options))
+        for shape, name in itertools.product(_shapes(options), names):
+            reports.append(_report(name, shape, options))
             # After each: what is done stays when a long command is cut off.
-            documents = _written([*tested, *against], options)
-    reports = [*tested, *against]
+            documents = _written(reports, options)
+    tested = [report for i, report in enumerate(reports) if i % len(names) < len(options.kernels)]
     if options.json == "-":
         print(documents, end="")
     else:
         texts = [] if options.markdown else [report.text() for report in tested]
-        if against and not options.markdown:
-            texts += map(side_by_side, tested, against)
-        elif options.markdown or len(reports) > 1:
+        if options.markdown or len(reports) > 1:
             texts.append(table(reports))
         print("\n\n".join(texts))
     return EXIT_CODES[judge.worst(report.verdict for report in tested)]

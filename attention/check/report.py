@@ -4,7 +4,6 @@ import contextlib
 import csv
 import io
 import json
-import math
 import platform
 import shlex
 import warnings
@@ -41,10 +40,6 @@ TELLING_LOGIT = 100.0
 """Captured inputs of less say nothing where a kernel is safe: flash, which fails, is so in captured_early and captured_healthy, of 43 and
 58, and not in captured_growing, of 400."""
 MODES = {None: "", True: ", causal alone", False: ", not causal"}
-LEGEND = (
-    f"rows: of dS, their sums over their size (limit {judge.ROWS_AT_RISK:.2e}); dq x: the error of dQ over plain's, "
-    "which is eager attention in this dtype with a softmax in FP32"
-)
 INSTEAD = "train with flash_consistent, or with this kernel under watch() and beside a control (scripts/crash_run.py of a clone)"
 
 
@@ -240,29 +235,12 @@ def _other_sizes(case: Case, shape: Shape) -> str:
     return f" ({' '.join(others)})" * bool(others)
 
 
-def _seen(case: Case) -> str:
-    numbers = ""
-    if "rows" in case.measures:
-        numbers = f"rows {case.measures['rows']:.2e}  dq x {case.measures.get('ratio_dq', math.inf):.1f}"
-    return f"{case.verdict:10}  {numbers:26}"
-
-
-def side_by_side(a: Report, b: Report) -> str:
-    others = {case.name: case for case in b.cases}
-    both = [(case, others.get(case.name)) for case in a.cases]
-    lines = [f"  {case.name:20}  {_seen(case)}  {_seen(other) if other else ''}".rstrip() for case, other in both]
-    lines.append(f"  {'verdict':20}  {a.verdict:38}  {b.verdict}")
-    return "\n".join([f"  {'':20}  {a.kernel:38}  {b.kernel}", *lines, LEGEND])
-
-
 def table(reports: Sequence[Report]) -> str:
-    shapes = [told_shape(report.cases[0], report) if report.cases else report.shape for report in reports]
-    alike = len({replace(shape, D=0, DV=None) for shape in shapes}) < 2
     lines = [
-        f"| kernel | {'head dim' if alike else 'shape'} | verdict | rows of dS | dQ / plain | one-hot rows right to | same bits |",
-        "| --- | ---: | --- | ---: | ---: | ---: | --- |",
+        "| kernel | shape | verdict | rows of dS | dQ / plain | one-hot rows right to | same bits |",
+        "| --- | --- | --- | ---: | ---: | ---: | --- |",
     ]
-    for report, shape in zip(reports, shapes, strict=True):
+    for report in reports:
         measured: dict[str, list[float]] = {}
         for case in report.cases:
             for name, value in case.measures.items():
@@ -273,9 +251,9 @@ def table(reports: Sequence[Report]) -> str:
         ]
         bits = "".join("yes" if same else "no" for same in measured.get("deterministic", []))
         verdict = report.headline.replace("|", "\\|")  # a bar would end the cell
-        dims = f"{shape.D}, V {shape.DV}" if shape.DV else shape.D
+        shape = told_shape(report.cases[0], report) if report.cases else report.shape
         kernel = f"`{report.kernel}`{MODES[report.causal]}"
-        lines.append(f"| {kernel} | {dims if alike else shape} | {verdict} | {' | '.join(shown)} | {bits} |")
+        lines.append(f"| {kernel} | {shape} | {verdict} | {' | '.join(shown)} | {bits} |")
     return "\n".join(lines)
 
 
