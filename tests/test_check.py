@@ -1139,7 +1139,7 @@ def test_the_command_takes_a_kernel_of_ones_own(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["mine:bare", "--json", "report.json", *COMMAND]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["schema"], report["verdict"], len(report["cases"])) == (7, "safe", 1)
+    assert (report["schema"], report["verdict"], len(report["cases"])) == (8, "safe", 1)
     assert f"verdict: safe (1 of {len(reasons())} classes tried)" in capsys.readouterr().out
 
 

@@ -155,9 +155,7 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
     - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, or q times the scale is,
       whichever has its O nearest; ``eager_scales_q``: 1 where it is the last, or 0; ``from_eager_o``: how far O is from that O, over
       ||exact||
-    - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out;
-      ``rows_raw``: of one pass; ``rows_mean``, ``rows_mean_se``: with sign, and its standard error
-    - ``coherence``: share of dQ's squared error that lies along its leading direction, mean of heads
+    - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out
     - ``bias_o``, ``bias_o_se``: mean of (O - exact) sign(exact) in units of 2^-9 |exact|, each cut at 4, and its standard error, as if
       elements were independent
 
@@ -210,14 +208,11 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
     # Here and not in mask_edges, as --quick would have to compile this length's backward pass.
     if p.mask is not None or name in ("odd_length", "low") or (name not in CLASSES and p.causal):  # the last: of a file
         measures |= leaks(call, p)
-    measures |= row_sums(call, p, found[1], row_size)
-    error = found[1].double() - expected[1]
-    if bool(error.isfinite().all()) and bool(error.any()):
-        spectrum = torch.linalg.svdvals(error.cpu()).square()
-        measures["coherence"] = (spectrum[..., 0] / spectrum.sum(-1).clamp(min=1e-300)).mean().item()
+    rms = [x.square().mean().sqrt() for x in (_last_column(call, p, found[1]), row_size)]
+    measures["rows"] = (rms[0] / rms[1]).item()
     unit = 2.0**-9 * expected[0].abs().clamp(min=1e-300)
     bias = ((found[0].double() - expected[0]) * expected[0].sign() / unit).clamp(-4, 4)
-    return measures | {"bias_o": bias.mean().item(), "bias_o_se": (bias.std() / bias.numel() ** 0.5).item()}  # fmt: skip
+    return measures | {"bias_o": bias.mean().item(), "bias_o_se": (bias.std() / bias.numel() ** 0.5).item()}
 
 
 def _read(p: Inputs, results: Results) -> Results:
@@ -238,19 +233,6 @@ def _worst_row(x: Tensor, expected: Tensor, size: Tensor) -> float:
     """The largest error of a row over its own size, which is at least a thousandth of the usual one."""
     rows = size.norm(dim=-1)
     return ((x.double() - expected).norm(dim=-1) / rows.clamp(min=1e-3 * rows.square().mean().sqrt())).amax().item()
-
-
-def row_sums(call: Call, p: Inputs, dq: Tensor, row_size: Tensor) -> dict[str, float]:
-    """``rows_raw``, ``rows``, ``rows_mean``, ``rows_mean_se`` of ``accuracy``, from the last column of dQ [B, H, T, D]."""
-    mean = _last_column(call, p, dq)
-    unit = row_size.square().mean().sqrt()
-    signed = mean / unit
-    return {
-        "rows_raw": (dq[..., -1].double().square().mean().sqrt() / unit).item(),
-        "rows": (mean.square().mean().sqrt() / unit).item(),
-        "rows_mean": signed.mean().item(),
-        "rows_mean_se": (signed.std() / signed.numel() ** 0.5).item(),
-    }
 
 
 def _last_column(call: Call, p: Inputs, dq: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from . import judge, measures
 from .classes import CLASSES, PACKAGED_DIM, Shape, captured, even, make, require_shape, shape_of
 from .kernels import Kernel, find, first_calls, identity, told, versions
 
-SCHEMA = 7
+SCHEMA = 8
 """Version of the JSON report. It rises when a field changes its name, position or meaning."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTHS = {"cuda": 1024, "cpu": 256}
@@ -258,8 +258,7 @@ def table(reports: Sequence[Report]) -> str:
 
 
 COLUMNS = (
-    "ratio_o", "ratio_dq", "ratio_dk", "ratio_dv", "error_dq", "rows", "rows_raw", "rows_mean", "rows_mean_se", "signed",
-    "coherence", "bias_o", "bias_o_se", "limit", "deterministic",
+    "ratio_o", "ratio_dq", "ratio_dk", "ratio_dv", "error_dq", "rows", "signed", "bias_o", "bias_o_se", "limit", "deterministic",
 )  # fmt: skip
 
 
