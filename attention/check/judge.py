@@ -22,10 +22,6 @@ EASY = ("gaussian", "tiny", "huge", "odd_length", "grouped", "full", "padding", 
 WELL_CONDITIONED = 6.0
 """Largest ratio of errors in the classes EASY, where nothing enlarges a rounding error. Right kernels have 2.2 or less in any dtype (dV
 with grouped keys), those with dQ added or L in BF16 2.6 and 4.0 at T 1,024; a dQ that is 2 % too large has 7."""
-LOST = 0.8
-"""An O, dK or dV that is this far off, over its own size, has no more to do with the right one, if its error is also FAR times
-plain attention's. In any class; not dQ, which an error of delta alone puts off by 27 times its size."""
-FAR = 50.0
 NEARER = 0.5
 """Largest distance of an O to one of a rounded S, in what the latter is off. Kernels that round S have 0.32 or less, others 1."""
 BIAS = 0.5
@@ -128,9 +124,8 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
     own = [x for x in _NAMES if not (scores and found[f"error_{x}"] <= RATIO_AT_RISK * found[f"eager_{x}"])]
     beyond = [x for x in own if max(found[f"size_{x}"], found[f"worst_{x}"]) > SIZE_WRONG]
     far = [x for x in own if found[f"ratio_{x}"] > WELL_CONDITIONED and name in EASY]
-    lost = [x for x in own if x != "dq" and LOST < found[f"error_{x}"] < math.inf and found[f"ratio_{x}"] > FAR]
     rows = f"rows of dS sum to {found['rows']:.1e} of their size"
-    if wrong := beyond or far or lost:
+    if wrong := beyond or far:
         seen = [
             f"{x} has {found[f'ratio_{x}']:.0f} x plain's{_fit(x, found)}" if wrong is far else _off(x, found)
             for x in wrong

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .captured import Inputs, Mask
 from .classes import CLASSES, one_hot
-from .judge import LOST, REORDERED, REPEATED, ROUNDED_TWICE, SIZE_WRONG
+from .judge import REORDERED, REPEATED, ROUNDED_TWICE, SIZE_WRONG
 from .kernels import Call, told
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -20,6 +20,8 @@ FACTORS = (1, 9, 10, 11, 12, 13, 14, 15)
 """Factors of dO. The rounding of dS differs from factor to factor; what delta and P leave in its rows does not."""
 ONE_HOT_LOGITS = (1e3, 1e4, 4.6e4, 1e5, 1e6, 2.0**21)
 """At the first no exponent is off, in FP16 either, where the FMA's is from 5,678 on."""
+LOST = 0.8
+"""An O that is this far off, over its own size, has no more to do with the right one."""
 SCALED_Q: dict[str, Callable[[float], tuple[float, ...]]] = {
     "q for exp": lambda scale: (scale,),
     "q for exp2": lambda scale: (scale / math.log(2),),
