@@ -169,12 +169,11 @@ def capture(
         about: JSON values to keep with them, as step, loss, commit, GPU.
 
     The pass computes what it computes without this; a compiled model runs uncompiled. A call that is not plain attention (a mask that is
-    not causal, a bias, dropout, a soft-cap, sinks, values of another head dim) is left out with a warning. At the end of the block it
-    raises ``ValueError`` if that leaves no layer, and for a layer that made no call or got no gradient.
+    not causal, a bias, dropout, a soft-cap, sinks, values of another head dim), or whose output takes no gradient, is left out with a
+    warning. At the end of the block it raises ``ValueError`` if that leaves no layer, and for a layer that made no call or got no gradient.
     """
     calls: dict[int, Inputs] = {}
     complete: dict[int, Inputs] = {}
-    reasons: dict[int, str] = {}
     left_out: dict[int, str] = {}
 
     def attend(seeing: Pass, number: int, run: Any, named: dict[str, Any]) -> Tensor:
@@ -186,7 +185,7 @@ def capture(
             try:
                 causal = _is_causal(named)
             except ValueError as error:
-                left_out[number] = f"capture: layer {number}: {error}"
+                left_out[number] = str(error)
                 return o
             q, k, v = (named[name].detach().to("cpu", dtype, copy=True) for name in QKV)
             q, k, v = (x.expand(1, *x.shape) if x.ndim < 3 else x for x in (q, k, v))
@@ -203,7 +202,7 @@ def capture(
         if o.requires_grad:
             o.register_hook(output_gradient)
         else:
-            reasons[number] = "an output that requires one (activation checkpointing needs use_reentrant=False)"
+            left_out[number] = "its output takes no gradient: activation checkpointing needs use_reentrant=False"
         return o
 
     seeing = Pass(None, attend)
@@ -212,10 +211,10 @@ def capture(
         yield complete
     finally:
         seeing.close()
-    for why in left_out.values():
+    for layer, why in left_out.items():
         if not complete:
-            raise ValueError(why)
-        warnings.warn(f"{why}; it is left out", stacklevel=3)
+            raise ValueError(f"capture: layer {layer}: {why}")
+        warnings.warn(f"capture: layer {layer}: {why}; it is left out", stacklevel=3)
     for layer in layers:
         if layer in left_out:
             continue
@@ -230,8 +229,7 @@ def capture(
                 f"capture: layer {layer}: expected one of the {seeing.seen} calls of attention that were seen, from 0"
             )
         if layer not in complete:
-            expected = reasons.get(layer, "the backward pass in the block")
-            raise ValueError(f"capture: layer {layer}: no gradient came: expected {expected}")
+            raise ValueError(f"capture: layer {layer}: no gradient came: expected the backward pass in the block")
 
 
 def _is_causal(named: dict[str, Any]) -> bool:
