@@ -142,9 +142,7 @@ class Report:
             if only_full and {case.name for case in raised} >= DECISIVE:
                 lines.append("if the kernel has no causal mask: --no-causal")
                 not_for = []
-            elif (
-                tried_full == self._of(judge.WRONG) and all(map(_is_other_o, tried_full)) if tried_full else raised_full
-            ):
+            elif raised_full or (tried_full and tried_full == self._of(judge.WRONG)):
                 lines.append("if the kernel is for causal attention alone: --causal")
                 not_for = [case for case in raised if case not in raised_full]
         if options := " ".join(f"--without {name}" for name in self._not_for(not_for)):
@@ -214,11 +212,6 @@ def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
             for what in (case.reason.partition(": ")[0], *later):
                 found.setdefault(what, []).append(case.name)
     return found
-
-
-def _is_other_o(case: Case) -> bool:
-    """As where a kernel ignores that a class is not causal."""
-    return case.measures.get("size_o", 0) > judge.SIZE_WRONG
 
 
 def _by_reason(title: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
