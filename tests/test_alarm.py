@@ -383,13 +383,9 @@ def test_where_dq_is_mostly_error_at_small_logits_the_kernel_is_to_be_tested_fir
     assert any(TEST in line for line in rest)
 
 
-@pytest.mark.parametrize(
-    ("delta", "first"), [(math.nan, "the gradient that reaches attention"), (1e-3, "dQ leaves the range")]
-)
-def test_a_gradient_that_is_not_finite_is_named_with_its_layer_and_step(delta: float, first: str) -> None:
-    last = look(4, 50.0, dq_error=[math.inf] * 2, delta_error=[delta] * 2)
-    verdict, where, *_ = answer([*(look(step, 50.0) for step in range(4)), last])
-    assert verdict.startswith(f"UNCLEAR: {first}")
+def test_a_gradient_that_is_not_finite_is_named_with_its_layer_and_step() -> None:
+    verdict, where, *_ = answer([*(look(step, 50.0) for step in range(4)), NO_GRADIENT])
+    assert verdict.startswith("UNCLEAR: the gradient that reaches attention")
     assert where.startswith("The gradient of layer 1 is not finite")
     assert where.endswith("at step 4.")
 

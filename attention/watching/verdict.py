@@ -109,7 +109,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
     largest = f"The largest logit of {span} is {top:.4g}, in layer {max(tops, key=tops.__getitem__)}."
     overflowed = [record for record in finite if _overflowed(record)]
     if overflowed:
-        layer, delta = _overflowed(overflowed[-1])[-1]  # the first in the backward pass
+        layer = _overflowed(overflowed[-1])[-1]  # the first in the backward pass
         where = f"The gradient of layer {layer} is not finite"
         notes.insert(0, f"{where}, or too large to measure, at step {overflowed[-1]['step']}.")
     now = bool(overflowed) and (overflowed[-1] is finite[-1] or 2 * len(overflowed) >= len(finite))
@@ -147,9 +147,7 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         found = [*gone, *errors, *small, largest, *notes, _control(finite[-1], top, failed=True)]
         return ["SUSPECT: attention's rounding may make this gradient.", *found]
     if now:
-        what = "the gradient that reaches attention is not finite already"
-        if delta and all(map(math.isfinite, delta)):  # so dO is finite
-            what = "dQ leaves the range of its dtype"
+        what = "the gradient that reaches attention is not finite already, or dQ leaves the range of its dtype"
         cure = "Look behind it: torch.autograd.set_detect_anomaly(True) names what made a NaN. In FP16 lower the loss scale."
         return [f"UNCLEAR: {what}.", *notes, cure, largest]
     if judges and len(measured) < FEW:
@@ -350,9 +348,9 @@ def _is_measured(record: dict[str, Any]) -> bool:
     return any(there) and all(one or layer in frozen for one, layer in zip(there, layers_of(record), strict=True))
 
 
-def _overflowed(record: dict[str, Any]) -> list[tuple[int, list[float] | None]]:
-    """Layers with a gradient that is not finite, which says nothing of rounding; and the error of delta there."""
-    return [(layer, delta) for layer, heads, delta in _columns(record) if heads and not all(map(math.isfinite, heads))]
+def _overflowed(record: dict[str, Any]) -> list[int]:
+    """Layers with a gradient that is not finite, which says nothing of rounding."""
+    return [layer for layer, heads, _ in _columns(record) if heads and not all(map(math.isfinite, heads))]
 
 
 def _rounded(record: dict[str, Any]) -> list[int]:
