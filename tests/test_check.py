@@ -515,7 +515,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
         "at risk",
         "not deterministic: ",
     ),
-    (races_in_one_row, R[0], "at risk", "not deterministic: a row differs by"),
+    (races_in_one_row, R[0], "at risk", "not deterministic: calls differ by"),
     (lambda *call: plain(*call) * (1 + next(CALLS) % 2), *R, "called again: it has other results, by "),
     (lambda q, *rest: plain(q, *rest) + 0 * q.sum(), "not_a_number", "at risk", ""),
     (spoiled(lambda _, __, *g: [x.nan_to_num(0, 0, 0) for x in g]), "not_a_number", "at risk", "NaN: that of a query"),

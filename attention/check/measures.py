@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .captured import Inputs, Mask
 from .classes import CLASSES, one_hot
-from .judge import REORDERED, REPEATED, ROUNDED_TWICE, SIZE_WRONG
+from .judge import REORDERED, REORDERED_ROW, REPEATED, ROUNDED_TWICE, SIZE_WRONG
 from .kernels import Call, told
 
 NAMES = ("o", "dq", "dk", "dv")
@@ -419,12 +419,12 @@ def not_a_number(call: Call, p: Inputs) -> dict[str, float]:
 
 
 def repeatability(call: Call, p: Inputs) -> dict[str, float]:
-    """1 or 0: the same bits in five calls with other work on the device between and beside them, alone as in a batch, in other strides.
+    """``deterministic``: 1 where five calls have the same bits, with other work on the device between and beside them, or 0.
 
     ``again_off``, ``alone_off``, ``strides_off``, ``do_strides_off``: the largest relative difference of O, dQ, dK, dV then; the last
     where only dO has other strides than in the call before: [B, T, H, D] in memory, or strides of 0, as of ``o.sum()``, ``o.mean(2)`` and
     ``o.mean(0)``.
-    ``again_over``: the first over what an order of sums in FP32 explains in this dtype; ``again_row``: that of the worst row.
+    ``again_row``: that of the worst row; ``again_over``: the larger of these two over what an order of sums in FP32 explains in this dtype.
     ``between_off``: of dQ, dK, dV where another forward pass comes before the backward pass, as that of the next layer; ``some_off``:
     where q alone or k and v alone need a gradient.
     """
@@ -452,15 +452,12 @@ def repeatability(call: Call, p: Inputs) -> dict[str, float]:
     with _saying("do_strides"):
         do_strides = max(off(run(call, p, do.contiguous()), run(call, p, do)) for do in (_turned(p.do), *alike))
     again_off = max(off(first, other) for other in again)
+    again_row = max(_worst_row(y, x.double(), x.double()) for other in again for x, y in zip(first, other, strict=True))
     return {
         "deterministic": float(all(same(first, other) for other in again)),
-        "batch_invariant": float(same(in_batch, alone)),
-        "strides": float(same(first, turned)),
         "again_off": again_off,
-        "again_row": max(
-            _worst_row(y, x.double(), x.double()) for other in again for x, y in zip(first, other, strict=True)
-        ),
-        "again_over": again_off / REORDERED[str(dtype).removeprefix("torch.")],
+        "again_row": again_row,
+        "again_over": max(again_off / REORDERED[str(dtype).removeprefix("torch.")], again_row / REORDERED_ROW),
         "alone_off": off(in_batch, alone),
         "strides_off": off(first, turned),
         "between_off": off(first[1:], backwards[1:]),
