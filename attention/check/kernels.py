@@ -197,13 +197,13 @@ def _first(found: Any) -> Tensor:
 
 
 def told(error: BaseException) -> str:
-    """What a foreign kernel raised, in one line that a terminal obeys nothing of."""
+    """What a foreign kernel raised, its notes first, in one line that a terminal obeys nothing of."""
     try:
         message = str(error)
     except Exception as second:  # a foreign one, too
         message = f"its message raises {type(second).__name__}"
-    printable = "".join(x if x.isprintable() else "?" for x in " ".join(message.split())[:200])
-    return f"{type(error).__name__}: {printable}"
+    line = ": ".join((*map(str, getattr(error, "__notes__", ())), type(error).__name__, message))
+    return "".join(x if x.isprintable() else "?" for x in " ".join(line.split())[:250])
 
 
 def _torchs(backend: SDPBackend) -> Call:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .captured import Inputs, Mask
 from .classes import CLASSES, one_hot
 from .judge import REORDERED, REORDERED_ROW, REPEATED, ROUNDED_TWICE, SIZE_WRONG
-from .kernels import Call, told
+from .kernels import Call
 
 NAMES = ("o", "dq", "dk", "dv")
 FACTORS = (1, 9, 10, 11, 12, 13, 14, 15)
@@ -38,10 +38,6 @@ class OutOfRangeError(Exception):
 
 class WrongError(Exception):
     """A kernel gives no gradient for what it read, or writes to what others read, too; in a reason's words."""
-
-
-class RaisedError(Exception):
-    """A kernel raises in one of several calls of a class; in a reason's words, which say where."""
 
 
 def _attend(call: Call, p: Inputs, wanted: str = "qkv") -> Results:
@@ -468,12 +464,12 @@ def repeatability(call: Call, p: Inputs) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _saying(where: str) -> Iterator[None]:
+    """In which of several calls of a class a kernel raises, see ``told``."""
     try:
         yield
-    except WrongError:
-        raise
     except (Exception, SystemExit) as error:  # whatever a foreign kernel raises
-        raise RaisedError(f"{REPEATED.get(where, where)}: {told(error)}") from None
+        error.add_note(REPEATED.get(where, where))
+        raise
 
 
 def _packed(call: Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:

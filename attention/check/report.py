@@ -405,8 +405,7 @@ def _case(
     except (Exception, SystemExit) as error:  # whatever a foreign kernel raises: it could not be looked at
         if name in may_raise and isinstance(error, NotImplementedError):
             raise measures.OutOfRangeError(f"it is not for this: {told(error)}") from None
-        reason = str(error) if isinstance(error, measures.RaisedError) else told(error)
-        return Case(name, used, judge.UNVERIFIED, reason, {})
+        return Case(name, used, judge.UNVERIFIED, told(error), {})
     return Case(name, used, *judge.judge(name, found), found)
 
 
