@@ -123,9 +123,7 @@ class Watch:
             self._say("watch: no look had finite logits")
         if self._largest is not None:
             logit, step, layer = self._largest
-            names = layers_of(self.record)
-            of = f"0 to {len(names) - 1}" if names == list(range(len(names))) else ", ".join(map(str, names))
-            where = f"at step {step} in attention layer {layer} of layers {of}"
+            where = f"at step {step} in attention layer {layer}, one of {len(self.record['max_logit'])}"
             self._say(
                 f"watch: largest logit {logit:.4g}, {where}{_advice(logit, self._fma_logit, self.record.get('attention'))}"
             )
