@@ -47,9 +47,6 @@ class Shape:
     def __str__(self) -> str:
         return " ".join(f"{name} {n}" for name, n in self.sizes().items())
 
-    def __repr__(self) -> str:
-        return f"Shape({', '.join(f'{name}={n}' for name, n in self.sizes().items())})"
-
 
 def require_shape(shape: object) -> None:
     """Raises ``UserError`` for what is no ``Shape``, or one in which a class of inputs cannot be made."""
