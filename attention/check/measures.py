@@ -153,7 +153,8 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
     - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, or q times the scale is,
       whichever has its O nearest; ``eager_scales_q``: 1 where it is the last, or 0; ``from_eager_o``: how far O is from that O, over
       ||exact||
-    - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out
+    - ``rows``: root mean square of rowsum(dS) over that of rowsum(|dS|), averaged over ``FACTORS``, in which the rounding of dS drops out;
+      ``rows_mean``, ``rows_mean_se``: its mean with sign, as errors of one sign do most harm, and the standard error
     - ``bias_o``, ``bias_o_se``: mean of (O - exact) sign(exact) in units of 2^-9 |exact|, each cut at 4, and its standard error, as if
       elements were independent
 
@@ -206,8 +207,9 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
     # Here and not in mask_edges, as --quick would have to compile this length's backward pass.
     if p.mask is not None or name in ("odd_length", "low") or (name not in CLASSES and p.causal):  # the last: of a file
         measures |= leaks(call, p)
-    rms = [x.square().mean().sqrt() for x in (_last_column(call, p, found[1]), row_size)]
-    measures["rows"] = (rms[0] / rms[1]).item()
+    sums = _last_column(call, p, found[1]) / row_size.square().mean().sqrt()
+    measures["rows"] = sums.square().mean().sqrt().item()
+    measures |= {"rows_mean": sums.mean().item(), "rows_mean_se": (sums.std() / sums.numel() ** 0.5).item()}
     unit = 2.0**-9 * expected[0].abs().clamp(min=1e-300)
     bias = ((found[0].double() - expected[0]) * expected[0].sign() / unit).clamp(-4, 4)
     return measures | {"bias_o": bias.mean().item(), "bias_o_se": (bias.std() / bias.numel() ** 0.5).item()}

@@ -251,7 +251,8 @@ def table(reports: Sequence[Report]) -> str:
 
 
 COLUMNS = (
-    "ratio_o", "ratio_dq", "ratio_dk", "ratio_dv", "error_dq", "rows", "signed", "bias_o", "bias_o_se", "limit", "deterministic",
+    "ratio_o", "ratio_dq", "ratio_dk", "ratio_dv", "error_dq", "rows", "rows_mean", "rows_mean_se",
+    "signed", "bias_o", "bias_o_se", "limit", "deterministic",
 )  # fmt: skip
 
 
