@@ -31,9 +31,11 @@ def write_run(
     preset: str = "flash",
     config: dict[str, Any] | None = None,
     record: dict[str, Any] | None = None,
+    probes: str = "",
     **columns: float,
 ) -> Path:
-    """A run whose step s has digest ``digests[s]`` (repeated to length; "" for none). ``config`` and ``record``: further entries."""
+    """A run whose step s has digest ``digests[s]`` (repeated to length; "" for none). ``config`` and ``record``: further entries;
+    ``probes``: lines of probes.csv, step and largest logit by layer."""
     folder.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(folder)
     for i, loss in enumerate(losses):
@@ -44,6 +46,9 @@ def write_run(
     settings = {"attention": {"default": {"preset": preset}}, "run": run} | (config or {})
     content = {"config": settings, "attention_name": f"{preset} (paper)", "batches": BATCHES} | (record or {})
     (folder / "config.json").write_text(json.dumps(content))
+    if probes:
+        layers = range(probes.partition("\n")[0].count(","))
+        (folder / "probes.csv").write_text(f"step,{','.join(f'max_logit_{layer}' for layer in layers)}\n{probes}\n")
     return folder
 
 
@@ -56,17 +61,96 @@ def told(capsys: pytest.CaptureFixture[str], *folders: Path) -> str:
     return capsys.readouterr().out
 
 
-def test_ends_and_where_runs_part_and_why_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failing = write_run(tmp_path / "failing", [3.0, 2.0, 2.0, 4.0, 4.0, 5.0], digests="d", w_q_norm_max=30.0)
-    fixed = write_run(tmp_path / "fixed", [3.0, 2.0, 1.9, 1.8, 1.7, 1.6], digests="d", preset="flash_delta_from_p")
-    shown = told(capsys, failing, fixed)
-    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| f")]
-    assert [(row[0], row[3]) for row in rows] == [
-        ("| failing (reference)", "exploded at 3"),
-        ("| fixed", "stable to 5"),
+ALL, ONE, REST = {"0": [0, 1], "1": [0, 1]}, {"0": [0]}, {"0": [1], "1": [0, 1]}
+ODD = f"delta x -> y, {', '.join(f's{i:02} x -> y' for i in range(11))} and 2 more"
+FAILING = {"losses": [3.0, 2.0, 2.0, 4.0, 4.0, 5.0], "digests": "d"}
+NO_SETTING = "the same bits in every loss, gradient norm and probe that both logged; no setting differs"
+
+
+def with_sites(value: str, preset: str, *heads: Any, backend: str = "flash") -> dict[str, Any]:
+    numerics = dict.fromkeys(("delta", *(f"s{i:02}" for i in range(13))), value) | {"output": "same", f"in_{value}": 1}
+    groups = [{"backend": backend, "numerics": numerics, "heads_of_layer": of_layer} for of_layer in heads]
+    return {"preset": preset, "record": {"attention": groups}}
+
+
+def runaway(last: str) -> list[dict[str, Any]]:
+    return [{"probes": f"0,1,1,1,1\n2,1,1,10001,1\n4,{last}"}]
+
+
+# Runs a, b, c by what ``write_run`` is given, and what is printed of them.
+TOLD: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "where they part, and why": (
+        [FAILING, {"losses": [3.0, 2.0, 1.9, 1.8, 1.7, 1.6], "preset": "flash_delta_from_p"}],
+        "b against a: bits differ from step 2 on, first in train_loss; "
+        "attention.default.preset: 'flash' -> 'flash_delta_from_p'.\n",
+    ),
+    "the reference": ([FAILING, {}], "| a (reference) | flash (paper) | 42 | exploded at 3 |"),
+    "norms": ([{"grad_norm": 1.0}, {"grad_norm": 1.5}], "from step 0 on, first in grad_norm; no setting differs.\n"),
+    "three of five that part": (
+        [{"losses": [x] * 6, "grad_norm": x, "val_loss": x, "probes": f"0,{x},{x}"} for x in (1.0, 2.0)],
+        "bits differ from step 0 on, first in train_loss, grad_norm, val_loss and 2 more; ",
+    ),
+    "another environment": (
+        [{"record": {"device": {"processes": n}}} for n in (1, 2)],
+        f"b against a: {NO_SETTING}; environment: device.processes: 1 -> 2.",
+    ),
+    "no step in common": ([{}, {"first": 10}], "b against a: no step in common"),
+    "short, whatever the last step's number": ([{"losses": [2.0] * 2, "first": 10}], "| stable to 11 (too short to tell) |"),
+    "a branch from the best loss before it": (
+        [FAILING, {"losses": [4.0] * 3, "digests": "d", "first": 4}], "| b | flash (paper) | 42 | exploded at 3 |"
+    ),
+    "a branch on other batches from its own": (
+        [FAILING, {"losses": [4.0] * 3, "digests": "x", "first": 4}], "| b | flash (paper) | 42 | stable to 6 |"
+    ),
+    "a log that a resume found changed": (
+        [{"record": {"sessions": [{}, {"logs_changed": ["metrics.jsonl: changed since S: line 3"]}]}}],
+        "\na: metrics.jsonl: changed since S: line 3.\n",
+    ),
+    "rules as the table names them": (
+        [
+            {"config": {"attention": {"rules": rules}}, "record": {"attention_name": f"flash{label}"}}
+            for rules, label in (([], ""), ([{"layers": [1]}], "; layer 1 fp8 (tile_k=0); layer 2 fp8"))
+        ],
+        "; attention.rules: none -> (layer 1 fp8 (tile_k=0); layer 2 fp8).\n",
+    ),
+    **{
+        f"sites behind a preset {i}": (
+            [with_sites("x", "flash", *ours), with_sites("y", "standard", *theirs)],
+            f"; attention.default.preset: 'flash' -> 'standard'; attention sites: {ODD}.\n",
+        )
+        for i, (ours, theirs) in enumerate(((["all"], [ALL]), ([REST, ONE], [ONE, REST]), (["all"], [REST, ONE])))
+    },
+    "no sites of a backend that has its own": (
+        [with_sites(value, preset, "all", backend="sdpa_flash") for value, preset in (("x", "flash"), ("y", "standard"))],
+        "; attention.default.preset: 'flash' -> 'standard'.\n",
+    ),
+    "one order of batches": (
+        [{"digests": "abcd"}] * 2,
+        "\nData: identical: all 2 runs saw the same batches in the same order through step 5 (recording night).\n",
+    ),
+    "other batches": (
+        [{"digests": "abcd"}, {"digests": "abxy"}], "\nData: NOT identical: other batches than a: b from step 2 on.\n"
+    ),
+    "no digest": ([{"digests": "d"}, {}], "\nData: unknown: no data_digest at a step in common with a: b.\n"),
+    "bytes that nobody read": (
+        [{"digests": "d", "config": {"data": {"verify": verify}}} for verify in ("sha256", "size")],
+        "(recording night); the bytes of b were not verified (data.verify size).\n",
+    ),
+    "layer of the largest logit": ([{"probes": "0,1,7\n2,5,5"}], " | 7 in layer 1 |"),
+    "layer of a logit that is none": ([{"probes": "0,1,7\n2,nan,5"}], " | nan in layer 0 |"),
+    "two that run away": (runaway("9,20001,20002,9"), " to 5; layer 2 above 10,000 from 2; layer 1 above 10,000 from 4 |"),
+    "three": (runaway("10001,20001,20002,9"), "; layer 2 above 10,000 from 2; layer 0 above 10,000 from 4 and 1 more |"),
+    "logits that are none": (runaway("nan,nan,nan,nan"), "; layer 2 above 10,000 from 2; logits not a number from 4 |"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_what_is_told_of_runs(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs, expected = TOLD[case]
+    folders = [
+        write_run(tmp_path / name, **({"losses": [2.0] * 6} | run)) for name, run in zip("ab", runs, strict=False)
     ]
-    change = "attention.default.preset: 'flash' -> 'flash_delta_from_p'."
-    assert f"fixed against failing: bits differ from step 2 on, first in train_loss; {change}\n" in shown
+    assert expected in told(capsys, *folders)
 
 
 def test_a_run_of_nothing_but_nan_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,10 +165,8 @@ def test_a_run_of_nothing_but_nan_has_its_row(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_logit_that_is_not_finite_is_the_largest(tmp_path: Path, kept: bool, value: float) -> None:
-    run = write_run(tmp_path / "run", [2.0] * 6)
-    if kept:
-        (run / "probes.csv").write_text(f"step,max_logit_0,max_logit_1\n0,1.5,2.5\n2,{value},3.5\n4,9.5,\n")
-    else:
+    run = write_run(tmp_path / "run", [2.0] * 6, probes=f"0,1.5,2.5\n2,{value},3.5\n4,9.5," if kept else "")
+    if not kept:
         logits = {0: [[1.5], [2.5]], 2: [[value], [3.5]]}
         rows = [{"step": step, "w_q_norm": [1.0, 1.0], "max_logit": by_layer} for step, by_layer in logits.items()]
         (run / "telemetry.jsonl").write_text(text_of(rows))
@@ -97,26 +179,10 @@ def test_a_layer_whose_logits_run_away_is_told_behind_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the printed table alone: published tables have the words of ``ended``."""
-    run = write_run(tmp_path / "run", [2.0] * 6)
-    (run / "probes.csv").write_text("step,max_logit_0,max_logit_1\n0,1,10000\n2,10001,5\n4,20000,5\n")
+    run = write_run(tmp_path / "run", [2.0] * 6, probes="0,1,10000\n2,10001,5\n4,20000,5")
     compare(run, "--out", "none", "--patience", 3, "--table", tmp_path / "table.csv")
     assert "| not failed by this rule to 5; layer 0 above 10,000 from 2 |" in capsys.readouterr().out
     assert ",stable to 5," in (tmp_path / "table.csv").read_text()
-
-
-@pytest.mark.parametrize(
-    ("last", "told"),
-    [
-        ("9,20001,20002,9", "; layer 2 above 10,000 from 2; layer 1 above 10,000 from 4"),
-        ("10001,20001,20002,9", "; layer 2 above 10,000 from 2; layer 0 above 10,000 from 4 and 1 more"),
-        ("nan,nan,nan,nan", "; layer 2 above 10,000 from 2; logits not a number from 4"),
-    ],
-)
-def test_of_layers_that_run_away_two_are_named(tmp_path: Path, last: str, told: str) -> None:
-    run = write_run(tmp_path / "run", [2.0] * 6)
-    columns = ",".join(f"max_logit_{layer}" for layer in range(4))
-    (run / "probes.csv").write_text(f"step,{columns}\n0,1,1,1,1\n2,1,1,10001,1\n4,{last}\n")
-    assert compare_runs.runs_away(compare_runs.load(run)) == told
 
 
 def test_losses_of_another_validation_text_do_not_part_training(tmp_path: Path) -> None:
@@ -126,39 +192,6 @@ def test_losses_of_another_validation_text_do_not_part_training(tmp_path: Path) 
     assert (step, told) == (math.inf, "bits differ from step 0 on, first in val_loss")
 
 
-@pytest.mark.parametrize(("of_layer_0", "told"), [("5", "7 in layer 1"), ("nan", "nan in layer 0")])
-def test_the_layer_of_the_largest_logit_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], of_layer_0: str, told: str
-) -> None:
-    run = write_run(tmp_path / "run", [2.0] * 6)
-    (run / "probes.csv").write_text(f"step,max_logit_0,max_logit_1\n0,1,7\n2,{of_layer_0},5\n")
-    compare(run, "--out", "none")
-    assert f" | {told} |" in capsys.readouterr().out
-
-
-def test_parting_norms_and_another_environment_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, norm, processes in (("one", 1.0, 1), ("other", 1.5, 1), ("two", 1.0, 2)):
-        write_run(tmp_path / name, [2.0] * 6, grad_norm=norm, record={"device": {"processes": processes}})
-    shown = told(capsys, *(tmp_path / name for name in ("one", "other", "two")))
-    assert "other against one: bits differ from step 0 on, first in grad_norm; no setting differs." in shown
-    same = "two against one: the same bits in every loss, gradient norm and probe that both logged; no setting differs"
-    assert f"{same}; environment: device.processes: 1 -> 2." in shown
-
-
-def test_of_all_that_parts_at_one_step_three_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, x in (("one", 1.0), ("other", 2.0)):
-        run = write_run(tmp_path / name, [x] * 6, grad_norm=x, val_loss=x)
-        (run / "probes.csv").write_text(f"step,max_logit_0,max_logit_1\n0,{x},{x}\n")
-    shown = told(capsys, tmp_path / "one", tmp_path / "other")
-    assert "bits differ from step 0 on, first in train_loss, grad_norm, val_loss and 2 more; " in shown
-
-
-def test_a_log_that_a_resume_found_changed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sessions = {"sessions": [{}, {"logs_changed": ["metrics.jsonl: changed since S: line 3"]}]}
-    run = write_run(tmp_path / "a", [2.0] * 6, record=sessions)
-    assert "\na: metrics.jsonl: changed since S: line 3.\n" in told(capsys, run)
-
-
 def test_why_a_run_stopped_early_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, steps, code in (("cut", 4, 141), ("whole", 6, 0)):
         why = {"code": code, "reason": "BrokenPipeError: Broken pipe"}
@@ -166,43 +199,6 @@ def test_why_a_run_stopped_early_is_told(tmp_path: Path, capsys: pytest.CaptureF
     shown = told(capsys, tmp_path / "cut", tmp_path / "whole")
     assert "\ncut stopped with exit code 141: BrokenPipeError: Broken pipe.\n" in shown
     assert "whole stopped" not in shown
-
-
-def test_rules_are_told_as_the_table_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, rules, label in (
-        ("a", [], "flash"),
-        ("b", [{"layers": [1]}], "flash; layer 1 fp8 (tile_k=0); layer 2 fp8"),
-    ):
-        config = {"attention": {"rules": rules}}
-        write_run(tmp_path / name, [2.0] * 6, config=config, record={"attention_name": label})
-    change = "attention.rules: none -> (layer 1 fp8 (tile_k=0); layer 2 fp8)."
-    assert f"; {change}\n" in told(capsys, tmp_path / "a", tmp_path / "b")
-
-
-ALL, ONE, REST = {"0": [0, 1], "1": [0, 1]}, {"0": [0]}, {"0": [1], "1": [0, 1]}
-ODD = f"delta x -> y, {', '.join(f's{i:02} x -> y' for i in range(11))} and 2 more"
-
-
-@pytest.mark.parametrize(
-    ("backend", "ours", "theirs", "sites"),
-    [
-        ("flash", ["all"], [ALL], f"; attention sites: {ODD}"),
-        ("flash", [REST, ONE], [ONE, REST], f"; attention sites: {ODD}"),
-        ("flash", ["all"], [REST, ONE], f"; attention sites: {ODD}"),
-        ("sdpa_flash", ["all"], ["all"], ""),
-    ],
-)
-def test_the_sites_behind_a_preset_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], backend: str, ours: list[Any], theirs: list[Any], sites: str
-) -> None:
-    for name, value, preset, groups in (("a", "x", "flash", ours), ("b", "y", "standard", theirs)):
-        numerics = dict.fromkeys(("delta", *(f"s{i:02}" for i in range(13))), value)
-        numerics |= {"output": "same", f"in_{name}": 1}
-        attention = [{"backend": backend, "numerics": numerics, "heads_of_layer": heads} for heads in groups]
-        write_run(tmp_path / name, [2.0] * 6, preset=preset, record={"attention": attention})
-    assert f"; attention.default.preset: 'flash' -> 'standard'{sites}.\n" in told(
-        capsys, tmp_path / "a", tmp_path / "b"
-    )
 
 
 def test_the_sites_of_a_rule_are_told_with_its_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,31 +245,6 @@ def test_a_record_with_a_value_of_another_type_is_left_out(
     write_run(tmp_path / "runs/good", [2.0] * 6)
     odd = write_run(tmp_path / "runs/odd", [2.0] * 6, record=broken)
     assert f"Left out: {odd}/config.json: not the record of a run." in told(capsys, tmp_path / "runs")
-
-
-@pytest.mark.parametrize(
-    ("digests", "sentence"),
-    [
-        ("abcd", "identical: all 2 runs saw the same batches in the same order through step 5 (recording night)."),
-        ("abxy", "NOT identical: other batches than a: b from step 2 on."),
-        ("", "unknown: no data_digest at a step in common with a: b."),
-    ],
-)
-def test_a_sentence_on_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], digests: str, sentence: str) -> None:
-    runs = [write_run(tmp_path / name, [2.0] * 6, digests=x) for name, x in (("a", "abcd"), ("b", digests))]
-    assert [x for x in told(capsys, *runs).splitlines() if x.startswith("Data:")] == [f"Data: {sentence}"]
-
-
-def test_the_sentence_on_data_names_runs_whose_bytes_nobody_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [
-        write_run(tmp_path / name, [2.0] * 6, digests="d", config={"data": {"verify": verify}})
-        for name, verify in (("a", "sha256"), ("b", "size"))
-    ]
-    shown = told(capsys, *runs)
-    assert "(recording night); the bytes of b were not verified (data.verify size).\n" in shown
-    assert "; data.verify: 'sha256' -> 'size'." in shown
 
 
 # ---- rows of runs as train.py leaves them, and of ones that are kept as CSV
@@ -380,24 +351,6 @@ def test_a_checkpoint_that_goes_while_it_is_compared_is_passed_over(
 )
 def test_how_a_run_ended(tmp_path: Path, losses: list[str], norms: Any, planned: int, ended: str) -> None:
     assert summary(published(tmp_path / "run", losses, norms, planned))["ended"] == ended
-
-
-@pytest.mark.parametrize(("digests", "ended"), [("d", "exploded at 3"), ("x", "stable to 6")])
-def test_a_branch_is_judged_from_the_best_loss_before_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], digests: str, ended: str
-) -> None:
-    """If it saw the reference's batches; else its log alone says how it ended."""
-    failing = write_run(tmp_path / "failing", [3.0, 2.0, 2.0, 4.0, 4.0, 5.0], digests="d")
-    branch = write_run(tmp_path / "branch", [4.0, 4.0, 4.0], digests=digests, first=4)
-    assert f"| branch | flash (paper) | 42 | {ended} |" in told(capsys, failing, branch)
-
-
-def test_runs_without_a_step_in_common_have_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of five steps is short, whatever the number of the last."""
-    a, b = write_run(tmp_path / "a", [2.0] * 6), write_run(tmp_path / "b", [2.0] * 2, first=10)
-    shown = told(capsys, a, b)
-    assert "b against a: no step in common" in shown
-    assert "| stable to 11 (too short to tell) |" in shown
 
 
 def test_updates_that_were_skipped_are_no_failure(tmp_path: Path) -> None:
