@@ -40,29 +40,16 @@ def nanogpt(bias: bool = False, prefix: str = "") -> dict[str, Any]:
 
 
 def logits(weights: dict[str, Tensor], tokens_T: Tensor) -> Tensor:
-    """[T, V] of one sequence, in float64, head by head and from the names alone."""
-    w = {name.removeprefix("_orig_mod."): value.double() for name, value in weights.items()}
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        centered = x - x.mean(-1, keepdim=True)
-        scaled = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        return scaled * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
-
-    x = w["transformer.wte.weight"][tokens_T] + w["transformer.wpe.weight"][: len(tokens_T)]
-    future = torch.ones(len(tokens_T), len(tokens_T)).triu(1).bool()
-    for block in (f"transformer.h.{layer}" for layer in range(L)):
-        q, k, v = linear(norm(x, f"{block}.ln_1"), f"{block}.attn.c_attn").split(C, dim=1)
-        heads = []
-        for columns in torch.arange(C).split(C // H):
-            scores = (q[:, columns] @ k[:, columns].T / math.sqrt(C // H)).masked_fill(future, -math.inf)
-            heads.append(scores.softmax(-1) @ v[:, columns])
-        x = x + linear(torch.cat(heads, 1), f"{block}.attn.c_proj")
-        inner = linear(norm(x, f"{block}.ln_2"), f"{block}.mlp.c_fc")
-        x = x + linear(inner * (1 + torch.erf(inner / math.sqrt(2))) / 2, f"{block}.mlp.c_proj")
-    return norm(x, "transformer.ln_f") @ w["lm_head.weight"].T
+    """[T, V] of one sequence by transformers' GPT-2 in float64: its names are nanoGPT's, but it multiplies by matrices that are turned."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": V, "n_positions": T, "n_embd": C, "n_layer": L, "n_head": H}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, activation_function="gelu")).eval().double()
+    weights = {name.removeprefix("_orig_mod."): weight for name, weight in weights.items()}
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            weight = weights.get(name, torch.zeros_like(parameter))
+            parameter.copy_(weight.T if ".h." in name and weight.ndim == 2 else weight)
+    return theirs(tokens_T[None]).logits[0]
 
 
 def save(content: Any, folder: Path) -> Path:
