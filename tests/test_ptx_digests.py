@@ -1,6 +1,6 @@
 """Kernels compile to the PTX that is recorded (ptx_digests.py names what differs); the site ``exponent`` as compilers leave it, for sm_90.
 
-A plain product may become part of a multiply-add. The kernel is interpreted under TRITON_INTERPRET=1: this module has nothing to say there.
+The kernel is interpreted under TRITON_INTERPRET=1: this module has nothing to say there.
 """
 
 import re
@@ -49,32 +49,33 @@ def exponent_kernel(p_s, p_p, unit, SITES: tl.constexpr, N: tl.constexpr):
     """P of a row [N] of S from its own maximum, and exp(m - m') of m and its last score, in the unit of m."""
     o_s = tl.arange(0, N)
     b_s = tl.load(p_s + o_s)
-    if SITES is None:
-        tl.store(p_p + o_s, tl.exp2(b_s * unit - tl.load(p_s + N)))
-    else:
-        FOLD: tl.constexpr = SITES.exponent
-        b_m = row_normalizer(tl.max(b_s, 0, keep_dims=True), unit, FOLD, NEAREST)
-        b_last = row_normalizer(tl.load(p_s + tl.arange(0, 1)), unit, FOLD, NEAREST)
-        tl.store(p_p + o_s, probabilities(b_s, b_m, b_last, unit, SITES))
-        tl.store(p_p + N + tl.arange(0, 1), rescaling(b_m, b_last, unit, FOLD))
+    FOLD: tl.constexpr = SITES.exponent
+    b_m = row_normalizer(tl.max(b_s, 0, keep_dims=True), unit, FOLD, NEAREST)
+    b_last = row_normalizer(tl.load(p_s + tl.arange(0, 1)), unit, FOLD, NEAREST)
+    tl.store(p_p + o_s, probabilities(b_s, b_m, b_last, unit, SITES))
+    tl.store(p_p + N + tl.arange(0, 1), rescaling(b_m, b_last, unit, FOLD))
 
 
-def exponents(chosen: Any) -> list[str]:
+def exponents(**chosen: str) -> list[str]:
     """What makes the operands of each exp2, innermost first, as PTX has it: the operation and that of its first operand."""
+    chosen_sites = sites.kernel_sites(Numerics(**chosen).concrete("bf16"), (BACKWARD,), 1.0, 0.0, False)
     signature = dict.fromkeys(("p_s", "p_p"), "*fp32") | {"unit": "fp32"}
-    values = {(3,): chosen, (4,): N}
+    values = {(3,): chosen_sites, (4,): N}
     source = compiler.ASTSource(exponent_kernel, signature | dict.fromkeys(("SITES", "N"), "constexpr"), values)
-    options = {"enable_fp_fusion": sites.FP_FUSION}
-    made = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)
     written = {
         register: (operation, operands)
-        for operation, register, operands in re.findall(r"^\s*([a-z][\w.]*f32)\s+(%\w+), (.*);", made.asm["ptx"], re.M)
+        for operation, register, operands in re.findall(r"^\s*([a-z][\w.]*f32)\s+(%\w+), (.*);", ptx_of(source), re.M)
     }
     return [
         " of ".join(_chain(written, operands))
         for operation, operands in written.values()
         if operation.startswith("ex2")
     ]
+
+
+def ptx_of(source: Any, **options: Any) -> str:
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return triton.compile(source, target=target, options={"enable_fp_fusion": sites.FP_FUSION, **options}).asm["ptx"]
 
 
 def _chain(written: dict[str, tuple[str, str]], operands: str) -> list[str]:
@@ -85,22 +86,13 @@ def _chain(written: dict[str, tuple[str, str]], operands: str) -> list[str]:
     return [found[0], *_chain(written, found[1])]
 
 
-def of_kernels(**chosen: str) -> Any:
-    n = Numerics(**chosen).concrete("bf16")
-    return sites.kernel_sites(n, (BACKWARD,), 1.0, 0.0, False)
-
-
-def test_a_plain_product_becomes_part_of_a_multiply_add() -> None:
-    assert exponents(None) == ["fma.rn.f32"]
-
-
 def test_the_fma_is_named() -> None:
-    assert exponents(of_kernels(exponent="fma"))[0] == "fma.rn.f32"
+    assert exponents(exponent="fma")[0] == "fma.rn.f32"
 
 
 @pytest.mark.parametrize("saved", ["logsumexp", "max_and_sum"])
 def test_separate_multiply_rounds_it_and_then_subtracts(saved: str) -> None:
-    found = exponents(of_kernels(exponent="separate_multiply", saved_statistics=saved))
+    found = exponents(exponent="separate_multiply", saved_statistics=saved)
     subtracted = "sub.f32 of mul.rn.f32"
     assert found == ["sub.f32 of " * (saved == "max_and_sum") + subtracted, subtracted]
 
@@ -109,12 +101,7 @@ def test_tensor_cores_sum_p_bar_from_the_registers_that_they_multiply() -> None:
     """So that its elements are where ``rounded_and_summed`` takes them to be: both products want them in the same order."""
     signature = dict.fromkeys(("p_q", "p_k", "p_v"), "*bf16") | dict.fromkeys(("p_o", "p_d"), "*fp32")
     source = compiler.ASTSource(layout.weighted_sum_kernel, signature | {"N": "constexpr"}, {(5,): 64})
-    made = triton.compile(
-        source,
-        target=triton.backends.compiler.GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4, "enable_fp_fusion": sites.FP_FUSION},
-    )
-    ptx = made.asm["ptx"]
+    ptx = ptx_of(source, num_warps=4)
     names = dict(re.findall(r"mov\.b32\s+(%r\d+), (%r\d+);", ptx))
     read = re.findall(r"mma\.sync\S+ \{[^}]*\}, \{([^}]*)\}", ptx)
     multiplied = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, \{([^}]*)\}", ptx)
