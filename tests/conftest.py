@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -35,7 +35,11 @@ def _one_thread() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker of pytest-xdist, files with slow tests come first: each is one worker's, and the last ones should be short."""
+    """In Triton's interpreter, tests of kernels alone, but for those of a GPU's sizes. In a worker of pytest-xdist, files with slow tests
+    come first: each is one worker's, and the last ones should be short."""
+    if INTERPRETED:
+        kernels = [item for item in items if "poisoned_memory" in item.fixturenames]  # type: ignore[attr-defined]
+        items[:] = [item for item in kernels if not item.get_closest_marker("gpu")]
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
@@ -49,6 +53,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return there(request.param)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel leaves unwritten is NaN."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = empty(*args, **kwargs)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the tests of several kernels share: a pytest of their own in Triton's interpreter, where a kernel runs, memory that is poisoned.
+"""What the tests of several kernels share: a pytest of their own in Triton's interpreter, and where a kernel runs.
 
 The interpreter is chosen when a kernel is defined, for the whole process, and inductor cannot live with it.
 """
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -50,9 +49,7 @@ def patch_once_a_launch() -> None:
 def pass_in_the_interpreter(*arguments: str) -> None:
     """Run tests that need no GPU in a pytest of their own, given files and options; fail where one fails, or none is run."""
     pytest.importorskip("triton")
-    if INTERPRETED:
-        pytest.skip("this is the interpreter's own pytest")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -61,7 +58,7 @@ def pass_in_the_interpreter(*arguments: str) -> None:
 
 # Test modules take the fixtures below by name, ``device = kernel_tests.device``.
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request: pytest.FixtureRequest, poisoned_memory: None) -> torch.device:
     """Where kernels run here."""
     return there(request.param)
 
@@ -77,7 +74,7 @@ COMPILED = ["flash_reference cpu", pytest.param("flash cuda", marks=pytest.mark.
 
 
 @pytest.fixture(params=["flash cpu"] if INTERPRETED else COMPILED)
-def runner(request: pytest.FixtureRequest) -> Runner:
+def runner(request: pytest.FixtureRequest, poisoned_memory: None) -> Runner:
     backend, name = request.param.split()
     return Runner(backend, there(name))
 
@@ -86,15 +83,3 @@ def there(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device(name)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a kernel leaves unwritten is NaN."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        x = empty(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch, "empty", poisoned)

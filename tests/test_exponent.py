@@ -38,7 +38,6 @@ CHOSEN = st.fixed_dictionaries(
 CURE = "flash_delta_from_p_subtract_first"
 BLOCKS = ("tile_q=16", "tile_k=16")
 runner = kernel_tests.runner
-reference = pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
 
 
 @dataclass
@@ -75,7 +74,6 @@ def kernel_rows(logit: float, device: torch.device) -> OneHot:
     return one_hot(high=logit, shape=(1, 64, 2, 64) if INTERPRETED else (4, 256, 4, 64), device=device)
 
 
-@reference
 @pytest.mark.parametrize("logit", ANY)
 @pytest.mark.parametrize("exponent", SITES["exponent"].choices)
 def test_p_bar_of_the_maximum_is_one_or_of_an_fma_off_by_up_to_half_a_unit_of_m(exponent: str, logit: float) -> None:
@@ -88,7 +86,6 @@ def test_p_bar_of_the_maximum_is_one_or_of_an_fma_off_by_up_to_half_a_unit_of_m(
     assert half / 2 <= off <= half * 1.01 + (2.0**-23 if half else 0.0)
 
 
-@reference
 def test_the_multiply_add_rounds_once() -> None:
     generator = torch.Generator().manual_seed(1)
     s = torch.randn(500, generator=generator) * 1e6
@@ -101,7 +98,6 @@ def test_the_multiply_add_rounds_once() -> None:
             assert one == pytest.approx(exact, abs=2.0**-22, rel=2.0**-22)
 
 
-@reference
 @given(chosen=CHOSEN, scale=st.sampled_from((0.125, 0.0, -1.0)), softcap=st.sampled_from((0.0, 50.0)))
 @settings(deadline=None)
 def test_sites_that_fit_act_alike_and_others_are_refused(chosen: dict[str, str], scale: float, softcap: float) -> None:
@@ -123,7 +119,6 @@ def test_sites_that_fit_act_alike_and_others_are_refused(chosen: dict[str, str],
     assert codes.exponent_code(n, scale, softcap) == expected.value
 
 
-@reference
 def test_apart_dq_and_dk_of_a_single_key_are_zero() -> None:
     """P = 1, so that delta from P is dP to the bit, and dS = 0; from L, dS = P dP (1 - P)."""
     x = one_hot(high=2e5, shape=(2, 64, 2, 64))

@@ -28,10 +28,9 @@ from errors import UserError
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-device, poisoned_memory = kernel_tests.device, kernel_tests.poisoned_memory
+device = kernel_tests.device
 FLASH = [name for name, preset in PRESETS.items() if preset.backend == "flash"]
 TILES = ("tile_q=16", "tile_k=16")  # neither divides T = 40: partial blocks in both directions
-on_gpu = pytest.mark.gpu if not INTERPRETED else pytest.mark.skip(reason="sizes for a GPU")
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
 slow = pytest.mark.slow
 
@@ -63,28 +62,19 @@ def kernels_are_as_exact(p: Problem, **settings) -> None:
     assert_as_exact(found, baseline, oracle(p), magnitudes(p), floor)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=slow)])
 def test_the_kernels_in_tritons_interpreter(cases: str) -> None:
-    pass_in_the_interpreter(__file__, "-m", f"{cases} and not gpu")
+    pass_in_the_interpreter(__file__, "-m", cases)
 
 
 # Small files with tests of kernels, in one process, as each start takes seconds.
-SMALL = (
-    "check::test_calls_that_compile_a_presets_kernels_ahead_run",
-    "exponent",
-    "row_residual",
-    "linear_cross_entropy::test_the_kernel_agrees_with_torch",
-    "hopper::test_one_number_holds_m_and_the_divisor_and_delta_reads_all_of_o",
-)
+SMALL = ("check", "exponent", "row_residual", "linear_cross_entropy", "hopper")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
 @pytest.mark.timeout(600)
 def test_the_kernels_of_small_files_in_tritons_interpreter() -> None:
-    files = (name.partition("::") for name in SMALL)
-    pass_in_the_interpreter(*(f"{Path(__file__).parent}/test_{file}.py{colons}{test}" for file, colons, test in files))
+    pass_in_the_interpreter(*(f"{Path(__file__).parent}/test_{name}.py" for name in SMALL))
 
 
 @triton.jit
@@ -156,26 +146,27 @@ def test_descriptors_fetch_the_same_blocks(preset: str, device: torch.device, mo
     assert allowed.call_count > 1
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["flash_stochastic_p_o", "flash_delta_from_p", "flash_delta_from_p_subtract_first"])
-def test_repeats_are_equal_to_the_bit_on_a_gpu(preset: str) -> None:
-    p = problem("random", torch.device("cuda"), shape=(2, 1000, 4, 64))
+def test_repeats_are_equal_to_the_bit_on_a_gpu(preset: str, device: torch.device) -> None:
+    p = problem("random", device, shape=(2, 1000, 4, 64))
     first = run(p, spec(preset, sites=()), seed=3)
     for _ in range(50):
         assert same(first, run(p, spec(preset, sites=()), seed=3))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 1000, 1024, 2048])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_lengths_and_cases_on_a_gpu(length: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_lengths_and_cases_on_a_gpu(length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     for case in (*CASES, "huge"):
-        p = problem(case, torch.device("cuda"), dtype, (2, length, 3, head_dim))
+        p = problem(case, device, dtype, (2, length, 3, head_dim))
         kernels_are_as_exact(p, sites=("tile_q=64", "tile_k=64"))
 
 
 @in_interpreter
+@pytest.mark.usefixtures("device")
 def test_a_function_that_does_not_see_triton_language_is_refused_within_a_launch_too() -> None:
     from triton.runtime import interpreter
 
@@ -185,7 +176,6 @@ def test_a_function_that_does_not_see_triton_language_is_refused_within_a_launch
     launch.restore()
 
 
-@in_interpreter
 def test_sums_of_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from attention.triton import layout
 
@@ -200,7 +190,7 @@ def test_sums_of_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
         layout.check_sums.__wrapped__(torch.device("cpu"))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_sums_are_of_the_rows_that_a_gpu_multiplies() -> None:
     from attention.triton import layout
 
@@ -209,21 +199,21 @@ def test_sums_are_of_the_rows_that_a_gpu_multiplies() -> None:
     layout.check_sums.__wrapped__(torch.device("cuda"))
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("preset", FLASH)
 @pytest.mark.parametrize("numerics", ["hardware", "rounded_forward"])
-def test_presets_at_real_sizes_on_a_gpu(preset: str, numerics: str) -> None:
+def test_presets_at_real_sizes_on_a_gpu(preset: str, numerics: str, device: torch.device) -> None:
     sites = ("tile_q=512", "tile_k=512") if numerics == "rounded_forward" else ("tile_k=64",)
-    flash_agrees(problem("tied", torch.device("cuda"), shape=(1, 1100, 2, 64)), preset, numerics, sites)
+    flash_agrees(problem("tied", device, shape=(1, 1100, 2, 64)), preset, numerics, sites)
 
 
-@on_gpu
-def test_indices_beyond_32_bits() -> None:
+@pytest.mark.gpu
+def test_indices_beyond_32_bits(device: torch.device) -> None:
     """More than 2^31 elements a tensor: the last batch entry must come out as it does alone."""
     generator = torch.Generator("cuda").manual_seed(0)
-    fused = torch.randn(2800, 1024, 36, 64, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+    fused = torch.randn(2800, 1024, 36, 64, device=device, dtype=torch.bfloat16, generator=generator).requires_grad_()
     plan = AttentionConfig(default=spec("flash", sites=())).resolve(1, 12)[0]
-    seed = torch.tensor(0, device="cuda")
+    seed = torch.tensor(0, device=device)
     o = attention.run(*fused.split(12, dim=2), plan, rounding_seed=seed)
     (gradient,) = torch.autograd.grad(o, fused, o.detach())
     alone = fused.detach()[-1:].clone().requires_grad_()

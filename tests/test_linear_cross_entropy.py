@@ -4,7 +4,6 @@ import kernel_tests
 import pytest
 import torch
 from attention_cases import Results, same
-from kernel_tests import INTERPRETED
 from tiny_runs import preset, tiny_model
 from torch import Tensor
 from torch.nn import functional
@@ -75,7 +74,6 @@ def loss_and_gradients(operators: Operators) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="nothing of Triton in it")
 def test_the_model_in_float32_agrees_with_its_plain_path() -> None:
     for plain, fast in zip(*map(loss_and_gradients, ("torch", "own")), strict=True):
         # Sums of 64 tokens and of 16 columns, in another order.

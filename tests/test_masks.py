@@ -10,7 +10,7 @@ import kernel_tests
 import pytest
 import torch
 from attention_cases import Problem, assert_agree, assert_as_exact, in_small_tiles, oracle, results, same
-from kernel_tests import INTERPRETED, pass_in_the_interpreter
+from kernel_tests import pass_in_the_interpreter
 from torch import Tensor
 
 import attention
@@ -21,7 +21,7 @@ from errors import UserError
 
 pytest.importorskip("triton")
 
-device, poisoned_memory = kernel_tests.device, kernel_tests.poisoned_memory
+device = kernel_tests.device
 slow = pytest.mark.slow
 NAMED = ("flash", "flash_reference", "standard")
 
@@ -137,11 +137,10 @@ def kernels_agree(
     assert_agree(found, expected, formula(case, tensors, torch.float64))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the pytest it starts")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=slow)])
 def test_the_kernels_in_tritons_interpreter(cases: str) -> None:
-    pass_in_the_interpreter(__file__, "-m", f"{cases} and not gpu")
+    pass_in_the_interpreter(__file__, "-m", cases)
 
 
 HEADS = [
@@ -364,12 +363,11 @@ REAL = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED, reason="sizes for a GPU")
 @pytest.mark.parametrize("preset", ["flash", "flash_consistent"])
 @pytest.mark.parametrize("case", REAL, ids=str)
-def test_real_sizes_on_a_gpu(case: Case, preset: str) -> None:
+def test_real_sizes_on_a_gpu(case: Case, preset: str, device: torch.device) -> None:
     """Exact, and the same bits every time."""
-    tensors = case.tensors(torch.device("cuda"))
+    tensors = case.tensors(device)
     exact, first = formula(case, tensors, torch.float64), computed(case, tensors, spec_of("flash", preset))
     assert_as_exact(first, formula(case, tensors, torch.bfloat16), exact)
     for _ in range(10):

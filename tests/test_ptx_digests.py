@@ -1,7 +1,4 @@
-"""Kernels compile to the PTX that is recorded (ptx_digests.py names what differs); the site ``exponent`` as compilers leave it, for sm_90.
-
-The kernel is interpreted under TRITON_INTERPRET=1: this module has nothing to say there.
-"""
+"""Kernels compile to the PTX that is recorded (ptx_digests.py names what differs); ``exponent`` as compilers leave it, for sm_90."""
 
 import re
 import warnings
@@ -9,7 +6,6 @@ from typing import Any
 
 import ptx_digests
 import pytest
-from kernel_tests import INTERPRETED
 
 from attention.numerics import BACKWARD, Numerics
 
@@ -39,7 +35,6 @@ layout = pytest.importorskip("attention.triton.layout")
 softmax = pytest.importorskip("attention.triton.softmax")
 
 probabilities, rescaling, row_normalizer = softmax.probabilities, softmax.rescaling, softmax.row_normalizer
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled, though not run")
 NEAREST = sites.NEAREST
 N = 128
 

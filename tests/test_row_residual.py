@@ -22,7 +22,7 @@ from attention.numerics import FP32, PUBLISHED, SITES, Numerics, parse_site
 from attention.reference.flash import row_residuals
 
 BLOCKS = ("tile_q=16", "tile_k=16")
-runner, poisoned_memory = kernel_tests.runner, kernel_tests.poisoned_memory
+runner = kernel_tests.runner
 
 
 @functools.cache

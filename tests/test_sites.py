@@ -17,7 +17,7 @@ from attention_cases import (
     relative_errors,
     run,
 )
-from kernel_tests import INTERPRETED, pass_in_the_interpreter
+from kernel_tests import pass_in_the_interpreter
 from sites import CASES, CHOICES, DECLARED, DEFAULT, FIELDS, PLAIN, SITES, TOGETHER, Case, Meeting
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from errors import UserError
 
 SHAPE = (1, 40, 1, 16)  # which tiles of 32 x 16 do not divide
 CPU, device = torch.device("cpu"), kernel_tests.device
-here = pytest.mark.skipif(INTERPRETED, reason="no kernel in it")
 KERNELS = [case for case in CASES if all("flash" in DECLARED[site].backends for site in case.changed)]
 STANDARD = [case for case in CASES if case.row.standard is not None]
 
@@ -55,27 +54,23 @@ def paired(device: torch.device) -> Problem:
     return make(PAIRED, torch.float32, device, SHAPE)
 
 
-@here
 def test_every_site_has_a_row() -> None:
     without = set(FIELDS) ^ set(SITES)
     assert not without, f"add a row to tests/sites.py: {without}"
 
 
-@here
 @cases(CASES)
 def test_a_site_is_declared_for_the_passes_and_backends_that_it_reaches(case: Case) -> None:
     assert "o" not in case.row.moves.split() or "forward" in DECLARED[case.site].acts_in
     assert ("standard" in DECLARED[case.site].backends) == (case.row.standard is not None)
 
 
-@here
 @cases(CASES)
 def test_a_site_moves_what_it_reaches_in_the_reference(case: Case) -> None:
     found, plain = (results("flash_reference", case.sites(changed=changed)) for changed in (True, False))
     assert moved(found, plain) == case.row.moves
 
 
-@here
 @cases(STANDARD)
 def test_a_site_moves_what_it_reaches_in_standard_attention(case: Case) -> None:
     """Which has no tiles."""
@@ -84,14 +79,12 @@ def test_a_site_moves_what_it_reaches_in_standard_attention(case: Case) -> None:
     assert moved(found, plain) == case.row.standard
 
 
-@here
 def test_a_call_is_refused_a_site_that_its_backend_has_not() -> None:
     """Also where nobody asked ``check`` first."""
     with pytest.raises(UserError, match=r"it does not have this site: tile_k = 16, expected 0$"):
         run(paired(CPU), AttentionSpec(preset="standard", sites=("tile_k=16",)))
 
 
-@here
 @pytest.mark.parametrize("site", [name for name in FIELDS if DECLARED[name].is_format])
 def test_more_bits_of_a_site_are_a_smaller_error(site: str) -> None:
     """Four bits more are an error of a sixteenth against FP64, in the tensor that the site moves most; one bit off would be 8 or 32."""
@@ -104,7 +97,6 @@ def test_more_bits_of_a_site_are_a_smaller_error(site: str) -> None:
     assert 8 < errors[1] / errors[2] < 32
 
 
-@here
 @pytest.mark.parametrize("site", sorted(CHOICES))
 def test_a_value_that_a_site_has_not_is_refused_with_its_choices(site: str) -> None:
     with pytest.raises(UserError) as error:
@@ -112,13 +104,11 @@ def test_a_value_that_a_site_has_not_is_refused_with_its_choices(site: str) -> N
     assert str(error.value).startswith(f"attention numerics {site} = 'qqq': expected one of {CHOICES[site][0]}, ")
 
 
-@here
 @pytest.mark.parametrize("site", [name for name in FIELDS if getattr(DEFAULT, name) == "input"])
 def test_input_is_the_format_of_q(site: str) -> None:
     assert {getattr(DEFAULT.concrete(fmt), site) for fmt in ("bf16", "fp16", "fp32")} == {"bf16", "fp16", "fp32"}
 
 
-@here
 @pytest.mark.timeout(600)
 def test_the_kernels_in_tritons_interpreter() -> None:
     pass_in_the_interpreter(__file__)
