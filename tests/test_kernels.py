@@ -6,7 +6,6 @@ run in a pytest of their own, which ``test_the_kernels_in_tritons_interpreter`` 
 
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import kernel_tests
@@ -163,17 +162,6 @@ def test_lengths_and_cases_on_a_gpu(length: int, head_dim: int, dtype: torch.dty
     for case in (*CASES, "huge"):
         p = problem(case, device, dtype, (2, length, 3, head_dim))
         kernels_are_as_exact(p, sites=("tile_q=64", "tile_k=64"))
-
-
-@in_interpreter
-@pytest.mark.usefixtures("device")
-def test_a_function_that_does_not_see_triton_language_is_refused_within_a_launch_too() -> None:
-    from triton.runtime import interpreter
-
-    launch = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    with pytest.raises(AssertionError, match="must be visible from within"):
-        interpreter._patch_lang(SimpleNamespace(__globals__={}))
-    launch.restore()
 
 
 def test_sums_of_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
