@@ -40,20 +40,6 @@ def test_one_process_reads_the_data_of_two_and_its_losses_agree_to_rounding(plac
     assert column(one, "train_loss") != column(two, "train_loss")
 
 
-def test_the_triton_kernels_in_the_interpreter(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first loss is that of ``flash_reference``."""
-    pytest.importorskip("triton")
-    fields: dict[str, Any] = {"model.n_embd": 32, "evaluation.every": 0, "telemetry.every": 0, "steps": 2}
-    reference = trained(place, "interpreted", "reference", **fields)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    fields["attention.flash_backend"] = "flash"
-    first, second = (trained(place, "interpreted", folder, **fields) for folder in ("first", "second"))
-    assert weights(first, 2) == weights(second, 2)
-    losses, expected = column(first, "train_loss"), column(reference, "train_loss")
-    assert len(losses) == 2
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-4
-
-
 @pytest.mark.gpu
 def test_the_triton_kernels_compiled_give_the_same_bits_twice(place: Place) -> None:
     """Two GPUs; two presets in one layer, one of them stochastic; the first loss is that of one process, whose sums have another order."""
