@@ -59,7 +59,8 @@ def test_token_outside_the_vocabulary_is_refused_and_leaves_nothing(tmp_path, to
     ("damage", "message"),
     [
         (lambda folder: (folder / "train.bin").unlink(), r"train.bin: no such file"),
-        (lambda folder: os.truncate(folder / "train.bin", 4), "4 bytes, its header says 6"),
+        (lambda folder: os.truncate(folder / "train.bin", 4), "4 bytes, its header says 6(?!.*--vocabulary)"),
+        (lambda folder: os.truncate(write(folder, vocabulary="bytes")._path, 4), "--vocabulary bytes"),
         (lambda folder: edit_header(folder, format_version=2), "not a token file's header"),
         (lambda folder: edit_header(folder, vocabulary_size=50256), "token 50256 in a vocabulary of 50256"),
     ],
@@ -124,15 +125,6 @@ def test_what_a_link_in_the_place_of_the_old_data_leads_to_stays(tmp_path):
         write(staging)
     assert names(tmp_path) == ["a", "disk"]
     TokenFile.open(tmp_path / "disk", "train", verify="sha256")
-
-
-@pytest.mark.parametrize(("vocabulary", "told"), [("bytes", True), ("gpt2", False)])
-def test_the_way_to_make_damaged_data_again_keeps_the_vocabulary(tmp_path, vocabulary, told):
-    write(tmp_path, vocabulary=vocabulary)
-    os.truncate(tmp_path / "train.bin", 4)
-    with pytest.raises(UserError) as error:
-        TokenFile.open(tmp_path, "train")
-    assert ("--vocabulary bytes" in str(error.value)) == told
 
 
 def test_force_spares_a_folder_of_other_files(tmp_path):
