@@ -1,4 +1,5 @@
-"""precision.fixed_sum_order: the same bits on one, two and four processes (gloo), also where the number changes on the way."""
+"""Several processes (gloo). With precision.fixed_sum_order: the same bits on one, two and four, also where the number changes on the way;
+without: the same bits twice, the data and losses of one process."""
 
 import json
 import shutil
@@ -8,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Place, command, completed, left, preset, recorded, start_train
+from tiny_runs import TINY, Place, column, command, completed, left, preset, recorded, start_train, weights
 from torch import Tensor, nn
 
 import train
+from attention import AttentionConfig, AttentionRule, AttentionSpec
 from data.batches import DataConfig
 from errors import UserError
 from training.distributed import DistContext
@@ -251,6 +253,52 @@ def test_a_gpu_waits_for_one_that_hangs_no_longer_than_run_timeout(
     assert ended.returncode == 1
     assert "failed to receive signal" in ended.stderr + ended.stdout
     assert "Traceback" in ended.stderr
+
+
+# ---- sums in any order
+
+
+# Summing the losses of a step's tokens in another order changes a mean by at most this much of it.
+NOISE = TINY.data.global_batch * TINY.data.sequence_length * 2.0**-24
+
+
+def in_any_order(place: Place, folder: str, processes: int = 2, **fields: Any) -> Path:
+    """A run of 30 steps; two micro-steps for each of two processes, four for one."""
+    fields = {"data.micro_batch": 2, "precision.fixed_sum_order": False, **fields}
+    return sessions(place, "any_order", folder, fields, [(processes, 30)])
+
+
+@pytest.fixture(scope="module")
+def two(place: Place) -> Path:
+    """A run of two processes, to compare with."""
+    return in_any_order(place, "any_two")
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_bits_twice(place: Place, two: Path) -> None:
+    assert_same(in_any_order(place, "any_again"), two, 30)
+
+
+@pytest.mark.slow
+def test_one_process_reads_the_data_of_two_and_its_losses_agree_to_rounding(place: Place, two: Path) -> None:
+    one = in_any_order(place, "any_one", processes=1)
+    assert recorded(one.parent / "recording") == recorded(two.parent / "recording")
+    for name in ("train_loss", "val_loss"):
+        assert max(abs(a - b) / b for a, b in zip(column(one, name), column(two, name), strict=True)) <= NOISE
+    # Were they bit-equal, two processes would not have shared the work.
+    assert column(one, "train_loss") != column(two, "train_loss")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_the_triton_kernels_compiled_give_the_same_bits_twice(place: Place, gpus: dict[str, Any]) -> None:
+    """Two presets in one layer, one of them stochastic; the first loss is that of one process, whose sums have another order."""
+    rule = AttentionRule(layers=(1,), heads=(1,), attention=AttentionSpec(preset="flash_stochastic_o"))
+    fields = {**gpus, "attention": AttentionConfig(rules=(rule,))}
+    first, second = (in_any_order(place, folder, **fields) for folder in ("kernels_first", "kernels_second"))
+    assert weights(first, 30) == weights(second, 30)
+    alone = column(in_any_order(place, "kernels_one", processes=1, **fields), "train_loss")[0]
+    assert abs(column(first, "train_loss")[0] - alone) < NOISE * alone
 
 
 LOST = """
