@@ -2,7 +2,6 @@
 
     python tests/golden.py --check              everything on this machine, bit for bit where it is like the one that recorded
     python tests/golden.py --check interpreter  one part: losses, reference or interpreter
-    python tests/golden.py --check --quick      what tests/test_golden.py checks
     python tests/golden.py --write              record all again, on this machine (a change of numerics gets a commit that says so)
 
 What is checked is what was recorded: new presets, bases and sites need no entry.
@@ -20,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -238,26 +236,19 @@ def _near(old: Any, new: Any, tolerance: float) -> bool:
     return True
 
 
-def is_quick(part: str, key: str) -> bool:
-    """Whether a case is part of the quick check: all of the reference, a fifth of the interpreter's, one run of each recipe."""
-    if part == "losses":
-        return key.endswith(" flash")
-    return part == "reference" or zlib.crc32(key.encode()) % 5 == 0
-
-
-def check(part: str, quick: bool = False) -> tuple[list[str], bool]:
+def check(part: str) -> tuple[list[str], bool]:
     """What differs from the recorded values, and whether every bit was compared (the machine is like the one that recorded)."""
     content = json.loads((FOLDER / f"{part}.json").read_text())
     exactly = content["machine"] == machine()
-    wanted = {key: value for key, value in content["values"].items() if not quick or is_quick(part, key)}
+    wanted = content["values"]
     return differences(wanted, record(part, list(wanted)), exactly), exactly
 
 
-def in_a_process(part: str, action: str, quick: bool = False) -> int:
+def in_a_process(part: str, action: str) -> int:
     """Run one part in a Python of its own: Triton's interpreter is chosen when the kernels are defined."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["TRITON_INTERPRET"] = "1" if part == "interpreter" else "0"
-    command = [sys.executable, __file__, action, part, "--here", *(["--quick"] if quick else [])]
+    command = [sys.executable, __file__, action, part, "--here"]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
@@ -266,13 +257,12 @@ def main() -> int:
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--check", nargs="?", const="all", choices=("all", *PARTS))
     action.add_argument("--write", nargs="?", const="all", choices=("all", *PARTS))
-    parser.add_argument("--quick", action="store_true", help="of --check: a part of the cases")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     action_name, chosen = ("--check", arguments.check) if arguments.check else ("--write", arguments.write)
     if not arguments.here:
         parts = PARTS if chosen == "all" else (chosen,)
-        return max([in_a_process(part, action_name, arguments.quick) for part in parts])
+        return max([in_a_process(part, action_name) for part in parts])
     if action_name == "--write":
         values = record(chosen)
         head = json.dumps({"machine": machine()}, indent=1)[:-2]
@@ -281,7 +271,7 @@ def main() -> int:
         (FOLDER / f"{chosen}.json").write_text(f'{head},\n "values": {{\n{body}\n }}\n}}\n')
         print(f"{chosen}: {len(values)} cases written")
         return 0
-    lines, exactly = check(chosen, arguments.quick)
+    lines, exactly = check(chosen)
     how = "bit for bit" if exactly else "to rounding: this machine is not like the one that recorded"
     print("\n".join(lines[:20] + ["..."] * (len(lines) > 20)) or f"{chosen}: equal ({how})")
     return bool(lines)
