@@ -18,20 +18,13 @@ if TYPE_CHECKING:
 if torch.cuda.is_available():
     # cuBLAS reads it when CUDA starts, which tests of kernels do in this process before those that train.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-# As in these processes (see _one_thread), in those that they start.
+# Small tensors run faster without a pool, and sums come out in one order on every machine; in the processes that tests start, too.
+torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # Under nohup it is ignored, here and in the processes that tests start; a run then ignores it, too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# Fixtures of a module come before those of a test.
-torch.set_num_threads(1)
 if INTERPRETED:
     patch_once_a_launch()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    # Small tensors run faster without a pool, and sums come out in one order on every machine.
-    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -284,8 +284,6 @@ def reserved_port() -> Iterator[int]:
 @contextlib.contextmanager
 def new_place(tmp_path_factory: pytest.TempPathFactory, *, plant: Mapping[int, int] | None = None) -> Iterator[Place]:
     """A place for a test module's runs. They set torch's deterministic mode; afterwards it is as it was."""
-    # As for every test, but fixtures of a module come before those of a test; the number of threads decides the order of sums.
-    torch.set_num_threads(1)
     deterministic, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
