@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from test_checkpoint import flip_a_byte
+from test_llama import LLAMA
 from test_nanogpt import nanogpt
 from tiny_runs import TRAIN_TOKENS, Interruption, Place, assert_equals_straight, before_each_step, left, make_data, tree
 
@@ -66,6 +67,8 @@ INTERRUPTIONS = {
     "muon": Interruption({"optim.optimizer": "muon", "optim.weight_decay": 0.1}, "dies at 13"),
     "float16 and QK-clip": Interruption({"precision.dtype": "float16", "model.qk_clip_tau": 0.2}, "dies at 13"),
     "asked to leave": Interruption(how=f"gets {signal.SIGTERM:d} at 7"),
+    "a Llama": Interruption({**BF16, **{f"model.{name}": x for name, x in LLAMA.items()}, "model.n_kv_head": 1}, "dies at 13"),
+    "no positions, QK-norm": Interruption({**BF16, "model.position": "none", "model.norm": "rms", "model.qk_norm": True}, "dies at 13"),
     "a replay": Interruption({"data.replay": "{place}/recordings/long"}),
     "before its first checkpoint": Interruption({**SWITCHED, "telemetry.every": 2}, "dies at 5"),
     "the newest checkpoint damaged": Interruption(
