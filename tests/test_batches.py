@@ -1,6 +1,7 @@
 """data/batches.py: drawing, splitting over processes, recording, replaying; scripts/make_recording.py and the published recording."""
 
 import errno
+import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from errors import UserError
 from scripts import make_recording
 
 T = 4
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="session")
@@ -34,13 +36,6 @@ def settings_for(dataset: Path | str, **changes) -> DataConfig:
 
 def take(batches: Batches, steps: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     return [batches.next() for _ in range(steps)]
-
-
-def same(a, b) -> bool:
-    """Equality of nested lists of tensors, shapes and all."""
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
 def record(dataset: Path, folder: Path, steps: int, **changes) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -80,7 +75,7 @@ def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulati
             for step in range(3):
                 split = [batches.next() for batches in ranks]
                 assert [len(share) for share in split] == [accumulation] * world
-                assert same([batch for share in split for batch in share], single[step])
+                assert_equal([batch for share in split for batch in share], single[step])
                 numbers = [batches.number(m) for batches in ranks for m in range(accumulation)]
                 assert numbers == list(range(world * accumulation))
 
@@ -88,7 +83,7 @@ def test_any_split_sees_the_same_micro_batches(dataset, micro, world, accumulati
 def test_a_replay_has_its_own_order_and_refuses_another_seed(dataset, tmp_path):
     recorded = record(dataset, tmp_path / "r", 4, seed=5)
     for seed in (5, DataConfig.seed):  # the recording's own, and the default, which nobody typed
-        assert same(take(Batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=seed)), 4), recorded)
+        assert_equal(take(Batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=seed)), 4), recorded)
     with pytest.raises(UserError, match=r"^data\.seed = 99: .*data\.replay"):
         Batches(settings_for(dataset, replay=str(tmp_path / "r"), seed=99))
 
