@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import attention.huggingface as huggingface
 
@@ -131,17 +132,10 @@ def inputs(model: Any) -> dict[str, Tensor]:
     return given
 
 
-def first(output: Any) -> Tensor:
-    """The first tensor of an output."""
-    while not isinstance(output, Tensor):
-        output = next(iter(output.values() if isinstance(output, dict) else output))
-    return output
-
-
 def run(model: Any, given: dict[str, Tensor]) -> Tensor:
     """Its first output, at real tokens."""
     with torch.no_grad():
-        output = first(model(**given)).float()
+        output = next(x for x in tree_leaves(model(**given)) if isinstance(x, Tensor)).float()
     mask = given.get("attention_mask")
     return output[mask.bool()] if mask is not None and output.shape[:2] == mask.shape else output
 
