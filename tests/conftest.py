@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from kernel_tests import INTERPRETED, patch_once_a_launch, there
+from kernel_tests import INTERPRETED, patch_once_a_launch
 
 if TYPE_CHECKING:
     from tiny_runs import Place
@@ -45,7 +45,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    return there(request.param)
+    return torch.device(request.param)
 
 
 @pytest.fixture
