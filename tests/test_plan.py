@@ -116,6 +116,12 @@ DRAWN = "_rounding=stochastic"
         (lambda: AttentionSpec(preset="flash_fp32_pv", sites=(f"probabilities{DRAWN}",)), "attention numerics prob"),
         (lambda: AttentionSpec(sites=("output=fp32", f"output{DRAWN}")), "attention numerics output_rounding"),
         (lambda: AttentionSpec(sites=(f"delta{DRAWN}",)), "attention numerics delta_rounding"),
+        (lambda: AttentionSpec(sites=("delta_error=random",)), "attention numerics delta_error = 'random'"),
+        (
+            lambda: AttentionSpec(sites=("delta=rowsum_p_dp", "delta_error_rows=tied")),
+            "attention numerics delta_error_rows",
+        ),
+        (lambda: AttentionSpec(sites=("values=e4m3_nv",)), "attention numerics values = 'e4m3_nv'"),  # it would be 0
         (
             lambda: AttentionSpec(preset="sdpa_flash", sites=("tile_q=16",)),
             "attention numerics of sdpa_flash = 'hardware t",

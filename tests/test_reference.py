@@ -18,7 +18,6 @@ from attention.presets import PRESETS
 from attention.reference.flash import _forward, row_deltas, row_residuals
 from attention.reference.stabilize import tile_row_max
 from attention.rounding import COLUMN_SIGN_STREAM, ROW_SIGN_STREAM, random_bits
-from errors import UserError
 
 PAPER_V2 = AttentionSpec(preset="flash_stable").resolve()
 PAPER_V1 = AttentionSpec(preset="flash_stable_exact_ties").resolve()
@@ -244,10 +243,3 @@ def test_zero_sum_noise_leaves_v_and_do_rounded_as_they_are(site: str, fmt: str)
     ]
     plain, noisy = (run(p, spec) for spec in specs)
     assert max(relative_errors(noisy, plain)) < 1e-5
-
-
-def test_an_error_needs_a_delta_from_p() -> None:
-    with pytest.raises(UserError, match="delta_error = 'random': expected none where delta is rowsum_do_o"):
-        AttentionSpec(sites=("delta_error=random",))
-    with pytest.raises(UserError, match="delta_error_rows = 'tied': expected all where delta_error is none"):
-        AttentionSpec(sites=("delta=rowsum_p_dp", "delta_error_rows=tied"))

@@ -100,7 +100,6 @@ def test_a_verdict_needs_a_stable_control_and_a_recipe_that_fails(ended: dict[st
         ("--attention.default.sites", "output=m1", "--attention.default.sites: crash_run.py sets this itself"),
         ("--run.setps", "9", "run.setps = '9': did you mean steps?"),
         ("--data.dataset", "nowhere", "nowhere: no such data set; "),
-        ("--data.replay", "nowhere", "data.replay = 'nowhere': expected the folder of a recording"),
         ("--attention.flash-backend", "flash", "attention of layer 0 = "),
         ("--run.resume", "yes", "run.resume = 'yes': expected no, as all three runs are new"),
         ("--run.init-from", "nowhere", "nowhere: no such file; expected runs/NAME, "),
