@@ -63,16 +63,16 @@ FREE = dict.fromkeys(("run.log_every", "evaluation.every", "telemetry.every"), 5
 FREE |= {"checkpoint.every": 4, "nonfinite.policy": "skip", "data.verify": "size"}
 """When things are written may change."""
 INTERRUPTIONS = {
-    "stochastic roundings": Interruption({**BF16, "attention": MIXED}, "dies at 13"),
-    "muon": Interruption({"optim.optimizer": "muon", "optim.weight_decay": 0.1}, "dies at 13"),
-    "float16 and QK-clip": Interruption({"precision.dtype": "float16", "model.qk_clip_tau": 0.2}, "dies at 13"),
-    "asked to leave": Interruption(how=f"gets {signal.SIGTERM:d} at 7"),
-    "a Llama": Interruption({**BF16, **{f"model.{name}": x for name, x in LLAMA.items()}, "model.n_kv_head": 1}, "dies at 13"),
-    "no positions, QK-norm": Interruption({**BF16, "model.position": "none", "model.norm": "rms", "model.qk_norm": True}, "dies at 13"),
+    "stochastic roundings": Interruption({**BF16, "attention": MIXED}, dies_at=13),
+    "muon": Interruption({"optim.optimizer": "muon", "optim.weight_decay": 0.1}, dies_at=13),
+    "float16 and QK-clip": Interruption({"precision.dtype": "float16", "model.qk_clip_tau": 0.2}, dies_at=13),
+    "asked to leave": Interruption(dies_at=7, number=signal.SIGTERM),
+    "a Llama": Interruption({**BF16, **{f"model.{name}": x for name, x in LLAMA.items()}, "model.n_kv_head": 1}, dies_at=13),
+    "no positions, QK-norm": Interruption({**BF16, "model.position": "none", "model.norm": "rms", "model.qk_norm": True}, dies_at=13),
     "a replay": Interruption({"data.replay": "{place}/recordings/long"}),
-    "before its first checkpoint": Interruption({**SWITCHED, "telemetry.every": 2}, "dies at 5"),
+    "before its first checkpoint": Interruption({**SWITCHED, "telemetry.every": 2}, dies_at=5),
     "the newest checkpoint damaged": Interruption(
-        {"run.steps": 30}, "ends at 20", meanwhile=lambda run: flip_a_byte(run / "checkpoints/step_00000020/model.safetensors")
+        {"run.steps": 30}, ends_at=20, meanwhile=lambda run: flip_a_byte(run / "checkpoints/step_00000020/model.safetensors")
     ),
     "data moved": Interruption(rest={"data.dataset": "{place}/copy"}),
     "initial weights gone": Interruption(
@@ -80,8 +80,8 @@ INTERRUPTIONS = {
     ),
     "into a later switch": Interruption(LATER, first={"alarm.switches": ()}),
     "switches are in the checkpoint": Interruption({**BF16, "alarm.switches": ("7:1:flash_fp32_o",)}, rest={"alarm.switches": ()}),
-    "a switch at the checkpoint's step": Interruption(LATER, "dies at 14"),
-    "no checkpoint but the last": Interruption({"checkpoint.every": 0}, "dies at 13"),
+    "a switch at the checkpoint's step": Interruption(LATER, dies_at=14),
+    "no checkpoint but the last": Interruption({"checkpoint.every": 0}, dies_at=13),
     "freer": Interruption(rest=FREE),
 }  # fmt: skip
 
@@ -162,7 +162,7 @@ def test_a_changed_log_is_told_and_changes_no_weight(
     """Switches before the kill and after it."""
     name, change, told = CHANGED[case]
     fields = {"alarm.switches": ("4:1:flash_fp32_o", "15:1:flash"), "telemetry.every": 10}
-    given = Interruption(fields, "dies at 13", meanwhile=lambda run: change(run / f"{name}.jsonl"))
+    given = Interruption(fields, dies_at=13, meanwhile=lambda run: change(run / f"{name}.jsonl"))
     run = assert_equals_straight(place, case, given, logs=False)
     (said,) = (x for x in capsys.readouterr().err.splitlines() if "the weights do not depend on it" in x)
     at = run / "checkpoints/step_00000010"

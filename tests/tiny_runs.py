@@ -196,8 +196,10 @@ class Interruption:
     """A run that is interrupted and gone on with."""
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    how: str = "ends at 10"
-    """Or ``dies at N``, before that step; or ``gets NUMBER at N``, a signal."""
+    ends_at: int = 10
+    dies_at: int = 0
+    """Instead, before that step: or the signal ``number`` comes there, if it is not 0."""
+    number: int = 0
     first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Set up to the interruption alone."""
     rest: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -215,13 +217,10 @@ def assert_equals_straight(place: Place, name: str, interruption: Interruption, 
         straight["data.record"] = fields["data.record"] = ""
     place.train(name, straight)
     first = {**fields, **interruption.first}
-    if interruption.how.startswith("dies"):
-        place.train_until(int(interruption.how.split()[-1]), name, first)
-    elif interruption.how.startswith("gets"):
-        _, number, _, step = interruption.how.split()
-        place.train_until(int(step), name, first, number=int(number))
+    if interruption.dies_at:
+        place.train_until(interruption.dies_at, name, first, number=interruption.number)
     else:
-        place.train(name, {**first, "run.steps": int(interruption.how.split()[-1])})
+        place.train(name, {**first, "run.steps": interruption.ends_at})
     run, steps = place.runs / name, interruption.fields.get("run.steps", 20)
     interruption.meanwhile(run)
     assert not (run / f"checkpoints/step_{steps:08d}").exists()
