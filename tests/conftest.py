@@ -86,8 +86,12 @@ def low_precision_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Place"]:
-    """Where a module makes its runs."""
-    from tiny_runs import new_place
+    """Where a module makes its runs. They set torch's deterministic mode; afterwards it is as it was."""
+    from tiny_runs import Place
 
-    with new_place(tmp_path_factory) as made:
-        yield made
+    deterministic, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        yield Place(tmp_path_factory.mktemp("place"))
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = cudnn

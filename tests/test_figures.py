@@ -17,7 +17,7 @@ import torch
 from attention_cases import causal_scores
 from safetensors.torch import load_file, save_file
 from test_delta_error import random_layer
-from tiny_runs import Place, new_place
+from tiny_runs import Place
 from torch import Tensor
 
 from attention import AttentionConfig, AttentionSpec
@@ -38,9 +38,9 @@ WRITTEN = ("png", "csv")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(place: Place) -> Iterator[Place]:
     """A run of eight steps. Pictures are coarse, which saves seconds."""
-    with new_place(tmp_path_factory) as place, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(canvas, "DPI", 60)
         place.train("failing", {"telemetry.every": 2, "run.steps": 8})
         yield place

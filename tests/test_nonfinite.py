@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TINY, TRAIN_TOKENS, Place, before_each_step, column, lines, new_place, optimizer, weights
+from tiny_runs import TINY, TRAIN_TOKENS, Place, before_each_step, column, lines, make_data, optimizer, weights
 from torch import Tensor
 
 import train
@@ -30,7 +30,7 @@ RESUME = {"run.resume": "yes"}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(place: Place) -> Iterator[Place]:
     sound = GPT.loss
 
     def loss(self: GPT, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -39,7 +39,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
     data = TINY.data
     offsets = random_offsets(data.seed, BAD_BATCH, TRAIN_TOKENS, data.sequence_length, data.global_batch)
-    with new_place(tmp_path_factory, plant={int(offsets[0]) + 3: ODD}) as place, pytest.MonkeyPatch.context() as patch:
+    make_data(place.data, plant={int(offsets[0]) + 3: ODD})
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GPT, "loss", loss)
         yield place
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from test_checkpoint import flip_a_byte
-from tiny_runs import ROOT, TRAIN_TOKENS, Place, completed, make_data, new_place, tree
+from tiny_runs import ROOT, TRAIN_TOKENS, Place, completed, make_data, tree
 
 import train
 from errors import exit_on_user_error
@@ -26,19 +26,18 @@ LONGEST_LINE = 2000
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(place: Place) -> Place:
     """With a run of ten steps, its recording, a recipe, and data of other kinds."""
-    with new_place(tmp_path_factory) as place:
-        place.train("run", {"run.steps": 10, "data.record": place.recording("run")})
-        place.train("second", {"run.steps": 10})
-        (place.folder / "recipe.py").write_text("x = 1\n")
-        make_data(place.folder / "other", seed=1)
-        make_data(place.folder / "held_out", plant={TRAIN_TOKENS + 5: 1})  # other validation data alone
-        make_data(place.folder / "large_vocabulary", vocabulary=50257)
-        shutil.copytree(place.data, place.folder / "damaged")
-        flip_a_byte(place.folder / "damaged/train.bin")
-        place.preset_file(place.config("new"))
-        yield place
+    place.train("run", {"run.steps": 10, "data.record": place.recording("run")})
+    place.train("second", {"run.steps": 10})
+    (place.folder / "recipe.py").write_text("x = 1\n")
+    make_data(place.folder / "other", seed=1)
+    make_data(place.folder / "held_out", plant={TRAIN_TOKENS + 5: 1})  # other validation data alone
+    make_data(place.folder / "large_vocabulary", vocabulary=50257)
+    shutil.copytree(place.data, place.folder / "damaged")
+    flip_a_byte(place.folder / "damaged/train.bin")
+    place.preset_file(place.config("new"))
+    return place
 
 
 # Name -> (arguments behind the preset, pattern of the line). {place} is the folder of it all.

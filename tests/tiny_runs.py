@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import config as configuration
 import train
@@ -122,10 +121,10 @@ def before_each_step(patch: pytest.MonkeyPatch, action: Callable[[Run, int], obj
 class Place:
     """A folder with a data set, in which runs are made."""
 
-    def __init__(self, folder: Path, *, plant: Mapping[int, int] | None = None):
+    def __init__(self, folder: Path):
         self.folder = folder
         self.runs = folder / "runs"
-        self.data = make_data(folder / "data", plant=plant)
+        self.data = make_data(folder / "data")
 
     def config(self, name: str, fields: Mapping[str, Any] | None = None) -> TrainConfig:
         here = {"run.name": name, "run.folder": str(self.runs), "data.dataset": str(self.data)}
@@ -278,14 +277,3 @@ def reserved_port() -> Iterator[int]:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         yield kept.getsockname()[1]
-
-
-@contextlib.contextmanager
-def new_place(tmp_path_factory: pytest.TempPathFactory, *, plant: Mapping[int, int] | None = None) -> Iterator[Place]:
-    """A place for a test module's runs. They set torch's deterministic mode; afterwards it is as it was."""
-    deterministic, cudnn = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-        yield Place(tmp_path_factory.mktemp("place"), plant=plant)
-    torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.deterministic = cudnn
