@@ -622,6 +622,11 @@ def test_a_rounding_that_grows_where_sums_cancel_is_a_sum_in_16_bits(
     assert [line.split()[4] for line in advice] == ([told] if told else [])
 
 
+@pytest.mark.parametrize("of_gaussian", [{}, {"ratio_o": 1.0}])  # it is wrong without measures; its dK is not finite
+def test_a_gaussian_class_without_that_ratio_tells_of_no_sum(of_gaussian: dict[str, float]) -> None:
+    assert added({"cancelling_queries": EXACT | {"ratio_dk": 30.0}}, of_gaussian) == []
+
+
 @pytest.mark.parametrize(
     ("kernel", "classes", "cures"),
     [

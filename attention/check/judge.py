@@ -202,8 +202,8 @@ def has_fewer_bits(found: dict[str, float]) -> bool:
     return "o" in beyond and all(found[f"error_{x}"] < 2.0**-3 and not _fit(x, found) for x in beyond)
 
 
-def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float]) -> list[str]:
-    """Advice on sums in 16 bits, from measures of the classes with errors and of ``gaussian``, if that was tried.
+def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float] | None) -> list[str]:
+    """Advice on sums in 16 bits, from measures of the classes with errors and of ``gaussian``, None if that was not tried.
 
     An error over plain's is then at least twice as much where sums cancel; of another coarse rounding it is as much or less. A tile that is
     left out may have as much, too, but then some class has an error that no rounding makes.
@@ -222,8 +222,10 @@ def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float]) -> li
         if "o" in coarse:
             coarse = ["o"]  # delta, and so dQ, has its error
         sums = f"{' and '.join(coarse)} in 16 bits between tiles of {over}"
-        if coarse and not gaussian:
+        if coarse and gaussian is None:
             advice.append(f"run the class gaussian, too: it tells whether the kernel adds {sums}")
-        elif coarse and all(2 * gaussian[f"ratio_{x}"] <= found[f"ratio_{x}"] for x in coarse):
+        elif (
+            coarse and gaussian and all(2 * gaussian.get(f"ratio_{x}", math.inf) <= found[f"ratio_{x}"] for x in coarse)
+        ):
             advice.append(f"the kernel probably adds {sums}: add in FP32")
     return advice

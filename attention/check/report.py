@@ -163,9 +163,9 @@ class Report:
         if "dS" in self.found and self.verdict != judge.WRONG and not explained:
             mend.append(judge.HIDDEN_DELTA)
         errors = {case.name: case.measures for case in judged if case.name in self.found.get("errors", [])}
-        gaussian = next((case.measures for case in judged if case.name == "gaussian"), {})
+        gaussian = next((case.measures for case in judged if case.name == "gaussian"), None)
         mend += [f"errors: {x}" for x in judge.added(errors, gaussian)]
-        if "gaussian" in errors and judge.has_fewer_bits(gaussian):
+        if gaussian and "gaussian" in errors and judge.has_fewer_bits(gaussian):
             mend.append(judge.FEWER_BITS)
         if {judge.WRONG, judge.AT_RISK} <= {case.verdict for case in judged}:
             return ["what is wrong first, then run again: the rest may follow from it", *mend]
