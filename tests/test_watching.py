@@ -391,18 +391,37 @@ def test_a_query_without_a_gradient_whose_key_has_one_is_told_from_a_frozen_laye
     assert (found["frozen_q"], "frozen" in found) == ([0], False)
 
 
-@pytest.mark.parametrize(("accumulated", "optimizer", "told"), [(2, False, 1), (2, True, 0), (1, False, 0)])
-def test_passes_that_accumulate_gradients_are_told_that_they_count_as_steps(
-    accumulated: int, optimizer: bool, told: int
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+@pytest.mark.parametrize(
+    ("loop", "given", "told"),
+    [("FBFBSZ", False, 1), ("FFBSZ", False, 1), ("FBFBSZ", True, 0), ("FBSZ", False, 0), ("FZBS", False, 0)],
+)
+def test_passes_between_which_no_weight_changes_are_told_that_they_count_as_steps(
+    loop: str, given: bool, told: int, kind: str
 ) -> None:
-    steps, said = torch.optim.AdamW((model := Model()).parameters()), []
-    with watch(model, optimizer=steps if optimizer else None, say=said.append):
-        for step in range(4):
+    """``loop``: forward passes, backward passes, steps and zeroing of gradients in their order."""
+    losses: list[Tensor] = []
+    said: list[str] = []
+    optimizer = torch.optim.AdamW((model := Model()).parameters(), **{kind: True})
+    does: dict[str, Callable[[], object]] = {
+        "F": lambda: losses.append(model(data())),
+        "B": lambda: losses.pop().backward(),
+        "S": optimizer.step,
+        "Z": lambda: optimizer.zero_grad(set_to_none=False),
+    }
+    with watch(model, optimizer=optimizer if given else None, say=said.append):
+        for act in 2 * loop:
+            does[act]()
+    assert sum("no weight is seen to change" in line for line in said) == told
+
+
+def test_a_step_of_another_models_optimizer_is_no_step_of_the_watched_one() -> None:
+    said, other = [], torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    with watch(model := Model(), say=said.append):
+        for _ in range(2):
             model(data()).backward()
-            if step % accumulated == accumulated - 1:
-                steps.step()
-                steps.zero_grad()
-    assert sum("if they accumulate, give optimizer=" in line for line in said) == told
+            other.step()
+    assert any("no weight is seen to change" in line for line in said)
 
 
 def test_another_number_of_calls_is_one_warning() -> None:
@@ -809,7 +828,7 @@ def growing(steps: range, log: Path | None = None, power: float = 4.0) -> tuple[
     with watch(model := Growing(power, steps.start), log=log, every=1, start=steps.start, say=said.append) as seen:
         for _ in steps:
             model(data().view(B, T, H, D).transpose(1, 2)).backward()
-            model.weight.grad = None
+            model.weight.detach().zero_().add_(1)  # a step of no learning rate
     return seen, said
 
 

@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..huggingface_models import Hook
@@ -64,6 +65,10 @@ class Watch:
         self._step, self._gap = chosen["start"], chosen["start"] - last["step"]
         """Steps of no record. The clock takes them in at the first pass: until then a Trainer loads its optimizer's state."""
         self._counts, self._passes, self._first = optimizer is None, 0, chosen["start"]
+        self._versions: list[int] = []
+        """Of the weights in the first pass."""
+        self._stepped_since = False
+        """Whether an optimizer that holds some of them has made a step since."""
         self._log = open_log(Path(chosen["log"])) if chosen["log"] else None
         self._in_eval_mode = 0
         """Passes with gradients."""
@@ -209,9 +214,8 @@ class Watch:
         with self._lock:
             self._warn_without_steps(PATIENCE)
             self._passes += 1
-            if self._counts and self._passes == 2 and any(x.grad is not None for x in model.parameters()):
-                if_so = "if they accumulate, give optimizer=, as each forward pass counts as a step"
-                self._say(f"watch: gradients of the first pass are there when the second begins: {if_so}")
+            if self._counts and self._passes <= 2:
+                self._note_unchanged(model)
             if self._gap:
                 self._clock, self._gap = self._clock + self._gap * self._rate(), 0
                 if not self._clock > 0 and self._is_first:
@@ -239,6 +243,27 @@ class Watch:
             self._local.seeing, self._looked_at = None, self._step
             failed = f"measuring failed, and the training goes on: {type(error).__name__}: {error}"
             self._warn("compiled" if refused else "open", str(error).removeprefix("watch: ") if refused else failed)
+
+    def _note_unchanged(self, model: nn.Module) -> None:
+        """torch counts what is written to a tensor, but not by a fused step or through ``.data``: a hook tells an optimizer's steps."""
+        versions = [parameter._version for parameter in model.parameters() if parameter.requires_grad]
+        if self._passes == 1:
+            watched = weakref.ref(self)  # the hook is torch's, and would keep the model
+
+            def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+                held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                if (watch := watched()) is not None and not held.isdisjoint(map(id, watch._model.parameters())):
+                    watch._stepped_since = True
+
+            self._first_pass = register_optimizer_step_post_hook(stepped)
+            self._hooks.append(self._first_pass)
+            weakref.finalize(self, self._first_pass.remove)
+        else:
+            self._first_pass.remove()
+            if versions and versions == self._versions and not self._stepped_since:
+                each = "each forward pass counts as a step: give optimizer= where a step takes several"
+                self._say(f"watch: no weight is seen to change between the first two passes, and {each}")
+        self._versions = versions
 
     def _warn_of_inference_paths(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
