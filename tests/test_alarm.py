@@ -424,6 +424,29 @@ def test_a_layer_that_was_flagged_is_suspect_where_deltas_error_was_not_harmless
     assert answer(records)[0].startswith(first)
 
 
+@pytest.mark.parametrize(
+    "spans",
+    [
+        (
+            (range(10, 310, 10), "fp32", 1e-7),
+            (range(400, 601, 100), "flash", 1e-3),
+            (range(700, 1501, 100), "flash", 1e-9),
+        ),
+        ((range(100, 501, 100), "flash", 1e-3), (range(600, 1001, 100), "fp32", 1e-7)),
+    ],
+    ids=["before", "after"],
+)
+def test_looks_at_another_attention_do_not_hide_the_error_of_one_that_made_logits_grow(spans: Any) -> None:
+    """The layer is flagged at step 600."""
+    records = []
+    for steps, attention, error in spans:
+        columns = {"row_residual": [1e-8] * 2, "delta_error": [error] * 2}
+        records += [look(step, (step / 100) ** 4, **columns) | {"attention": attention} for step in steps]
+    verdict, flagged, *_ = answer(records)
+    assert verdict.startswith("SUSPECT")
+    assert flagged.startswith("Layer 1 was flagged at step 600")
+
+
 def test_a_look_at_which_dq_is_about_0_does_not_move_its_error() -> None:
     """There O is exactly a row of V."""
     records = [*FLAGGED[:-1], look(1000, 1e4, dq_error=[2e6, 8e6], delta_error=[1e-9] * 2)]

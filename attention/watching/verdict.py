@@ -208,8 +208,11 @@ def _median(records: Sequence[dict[str, Any]], layer: int, name: str) -> float:
 
 
 def _delta_errors(finite: Sequence[dict[str, Any]], layer: int, step: int) -> list[float]:
-    """Of delta, by both columns, up to the step at which a layer was flagged and from it on: later its rows may be one-hot, and O exact."""
-    parts = [r for r in finite if r["step"] <= step], [r for r in finite if r["step"] >= step]
+    """Of delta, by both columns, up to the step at which a layer was flagged and from it on: later its rows may be one-hot, and O exact.
+    Each attention that the run had is judged by itself: many looks at one do not hide the errors of another."""
+    spans = (list(span) for _, span in itertools.groupby(finite, lambda record: record.get("attention")))
+    halves = (([r for r in span if r["step"] <= step], [r for r in span if r["step"] >= step]) for span in spans)
+    parts = filter(None, itertools.chain.from_iterable(halves))
     return [_median(part, layer, name) for part in parts for name in ("row_residual", "delta_error")]
 
 
