@@ -228,8 +228,10 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([NO_GRADIENT, *(look(step, 50.0) for step in range(5, 9))], "NO"),
         ([*FLAGGED, look(1100, 2e4, dq_error=[math.nan] * 2)], "SUSPECT"),
         ([look(step, 1500.0, dq_error=[math.nan] * 2) for step in range(4)], "SUSPECT"),
-        ([look(step, 46.0 - step) | {"softcap": 50.0} for step in range(4)], "UNCLEAR: logits reach the cap of 50, so"),
-        ([look(step, 44.0 - step) | {"softcap": 50.0} for step in range(4)], "NO"),
+        ([look(step, 46.0 - step) | {"softcap": [0, 50]} for step in range(4)], "UNCLEAR: logits reach the cap of 50,"),
+        ([look(step, 44.0 - step) | {"softcap": [0, 50]} for step in range(4)], "NO"),
+        ([look(step, 50.0) | {"softcap": [20, 0]} for step in range(4)], "NO"),
+        ([without_gradients(step, layer=0) | {"frozen": [0], "softcap": [1, 0]} for step in range(4)], "NO"),
     ],
 )
 def test_a_watched_run_is_judged_by_the_list_of_verdicts(records: list[dict[str, Any]], first: str) -> None:
@@ -471,10 +473,10 @@ def test_a_file_of_two_runs_is_refused() -> None:
     "wrong",
     [
         *({"max_logit": value} for value in (None, [], [[]], [1.0, 2.0], [[None]], [["1"]])),
-        *({name: "1"} for name in ("step", "clock", "hidden", "softcap", "back_to_step", "max_logit", "dq_error")),
+        *({name: "1"} for name in ("step", "clock", "hidden", "back_to_step", "max_logit", "dq_error")),
         *({"dq_error": value} for value in (1.0, [[0.1]], [[0.1], None, None], [[0.1, 0.1], ["1", 0.1]])),
-        *({name: value} for name in ("layers", "frozen") for value in (1, [0, [1]], ["0", "1"])),
-        {"layers": [0]},
+        *({name: value} for name in ("layers", "frozen", "softcap") for value in (1, [0, [1]], ["0", "1"])),
+        *({name: [0]} for name in ("layers", "softcap")),
         {"attention": ["flash"]},
     ],
     ids=str,

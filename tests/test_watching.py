@@ -237,11 +237,13 @@ def test_a_bias_is_added_behind_the_soft_cap() -> None:
     assert all(0 < error < 1e-5 for error in found["dq_error"][0])
 
 
-@pytest.mark.parametrize(("softcap", "held"), [(0.0, {}), (2.0, {"softcap": 2.0})])
-def test_a_record_holds_the_soft_cap_that_its_logits_are_after(softcap: float, held: dict[str, float]) -> None:
+@pytest.mark.parametrize(("caps", "held"), [((0.0, 0.0), None), ((2.0, 0.0), [2.0, 0.0]), ((3.0, 2.0), [3.0, 2.0])])
+def test_a_record_holds_the_soft_cap_of_each_layer_that_its_logits_are_after(caps: Any, held: Any) -> None:
     q, k = drawn()
-    record = handed_over(q.requires_grad_(), k, lambda s: s.softmax(-1), softcap=softcap)
-    assert {name: value for name, value in record.items() if name == "softcap"} == held
+    with watch(model := Model(), every=1) as seen:
+        model.forward = lambda _: [seen.look(q, k, k, softcap=cap) for cap in caps]  # type: ignore[assignment]
+        model(data())
+    assert seen.record.get("softcap") == held
 
 
 def test_a_mask_of_an_fp64_model_is_added_in_fp32() -> None:

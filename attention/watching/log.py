@@ -61,12 +61,13 @@ def _is_record(record: Any) -> bool:
     fits = [
         len(values) == n for column in columns for values, n in zip(column, heads, strict=True) if values is not None
     ]
-    optional = "hidden", "fma_logit", "softcap", BACK_TO
+    optional = "hidden", "fma_logit", BACK_TO
     numbers = [record["step"], record["clock"], *(record.get(name, 0) for name in optional)]
-    numbers += [*layers_of(record), *record.get("frozen", []), *record.get("frozen_q", [])]
+    caps = record.get("softcap", [0.0] * len(heads))
+    numbers += [*layers_of(record), *caps, *record.get("frozen", []), *record.get("frozen_q", [])]
     numbers += [x for column in columns for values in column for x in values or []]
     right = all(isinstance(x, int | float) for x in numbers) and isinstance(record.get("attention", ""), str)
-    return right and bool(heads) and all(heads) and all(fits) and len(layers_of(record)) == len(heads)
+    return right and bool(heads) and all(heads) and all(fits) and len(layers_of(record)) == len(caps) == len(heads)
 
 
 def open_log(log: Path) -> IO[str]:

@@ -4,7 +4,6 @@ Legend: B batch, H heads, T queries, S keys, D head dim.
 """
 
 import itertools
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,8 +59,8 @@ class Look:
         self.frozen_q: list[int] = []
         """Layers whose keys take one, but not their queries, as the first one of adapters on keys alone."""
         self.fma_logit = FMA_LOGIT
-        self.softcap = math.inf
-        """The smallest, of layers that have one."""
+        self.softcap: dict[int, float] = {}
+        """Of layers that have one."""
         self.numerics: set[str | None] = set()
         """Labels of ours; None: of a call of other attention."""
 
@@ -127,7 +126,8 @@ class Look:
 
         if dtype == torch.float16:
             self.fma_logit = FMA_LOGIT_FP16
-        self.softcap = min(self.softcap, float(softcap) or math.inf)
+        if softcap:
+            self.softcap[layer] = float(softcap)
         self._calls[layer] = Call(
             q_BHTD=few(q if o is None else q.expand(*o.shape[:-1], -1)),
             k_BHSD=few(k),

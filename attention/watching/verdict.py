@@ -164,9 +164,8 @@ def answer(records: Sequence[dict[str, Any]]) -> list[str]:
         why = "nn.MultiheadAttention needs need_weights=False, attention of another kind look()."
         return [f"UNCLEAR: {unseen} attention layer(s) of this model were not seen: {why}", largest, *notes]
     ended = records[-1] is not finite[-1]
-    cap = min(record.get("softcap", math.inf) for record in finite)
-    if cap < LARGE_LOGIT and top >= NEAR * cap:
-        reach = f"UNCLEAR: logits reach the cap of {cap:g}, so their bounds say nothing."
+    if reached := [cap for record in finite for layer, cap in _reached(record) if layer in tops]:
+        reach = f"UNCLEAR: logits reach the cap of {min(reached):g}, so their bounds say nothing."
         return [f"{reach} {_control(finite[-1], top, failed=ended)}", largest, *notes]
     if judges and not _unseen(records, finite):
         last = finite[-1]["step"]
@@ -331,6 +330,12 @@ def _wrong(records: Sequence[dict[str, Any]], name: str, least: float) -> dict[i
 
 def _tops(record: dict[str, Any]) -> list[float]:
     return [math.nan if any(map(math.isnan, heads)) else max(heads) for heads in record["max_logit"]]
+
+
+def _reached(record: dict[str, Any]) -> list[tuple[int, float]]:
+    """Layers whose logits reach their soft-cap, and it, where that is too small to show large ones."""
+    caps = zip(layers_of(record), _tops(record), record.get("softcap", []), strict=False)
+    return [(layer, cap) for layer, top, cap in caps if 0 < cap < LARGE_LOGIT and top >= NEAR * cap]
 
 
 def _heads(record: dict[str, Any]) -> dict[int, int]:

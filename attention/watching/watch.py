@@ -445,8 +445,8 @@ class Watch:
             more["attention"] = ", ".join(sorted(filter(None, look.numerics)))
         if look.fma_logit < FMA_LOGIT:
             more["fma_logit"] = look.fma_logit
-        if look.softcap < math.inf:
-            more["softcap"] = look.softcap
+        if look.softcap:
+            more["softcap"] = [look.softcap.get(layer, 0.0) for layer in found]
         if self._back_to is not None:
             more[BACK_TO], self._back_to = self._back_to, None
         self.record = {"step": look.step, "clock": look.clock, **more, **lists}
@@ -678,9 +678,9 @@ def watch(
         model: what the loop calls; of a compiled model what ``torch.compile`` returned, whose looked-at passes run uncompiled.
         every: steps between two looks. Where modules inside are compiled, the first pass is looked at, too.
         log: JSONL file; each look appends a line: step, clock, ``attention`` (numerics of ``replace_sdpa``, ``register`` or our function,
-            where all calls have one and none is hidden), ``softcap`` (the smallest, where there is one; logits are those after it), and
-            ``COLUMNS`` by layer and head. From records before ``start`` the alarm takes growth, and which layers were flagged; of those
-            from ``start`` on the next record says that they count no more.
+            where all calls have one and none is hidden), ``softcap`` (where a layer has one: by layer, 0 for none; logits are those after
+            it), and ``COLUMNS`` by layer and head. From records before ``start`` the alarm takes growth, and which layers were flagged;
+            of those from ``start`` on the next record says that they count no more.
         optimizer: counts the steps, those that a ``GradScaler`` skips, too, and its largest learning rate is the alarm's clock. Without
             it a training forward pass is a step.
         wandb: a W&B run; a look adds a table to the row that the loop logs next (after two looks, the later one's).
