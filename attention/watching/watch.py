@@ -45,7 +45,7 @@ from .verdict import BELOW, control_says
 
 SHOWN = 8
 """Modules named in a line."""
-PATIENCE = 99
+PATIENCE = 999
 """A step may take the gradients of so many passes."""
 
 
@@ -170,7 +170,7 @@ class Watch:
     def _warn_without_steps(self, passes: int) -> None:
         if self._passes > passes and not self._counts and self._step == self._first:
             none = f"the optimizer made no step in {self._passes} forward passes"
-            self._warn("steps", f"{none}: expected the one that the loop steps")
+            self._warn("steps", f"{none}: expected the one that the loop steps, unless one step takes more passes")
 
     def _refuse(self, what: str, message: str) -> None:
         """``ValueError`` in the first pass; later, where a run would be lost by it, a warning."""
