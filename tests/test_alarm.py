@@ -189,6 +189,9 @@ def without_gradients(step: int, *, layer: int | None = None) -> dict[str, Any]:
 
 
 FLAGGED = [look(step, (step / 100) ** 4) for step in range(100, 1001, 100)]
+FLAGGED_HARMLESS = [
+    look(one["step"], one["max_logit"][1][0], row_residual=[1e-7] * 2, delta_error=[1e-7] * 2) for one in FLAGGED
+]
 NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
 
 
@@ -228,6 +231,8 @@ NO_GRADIENT = look(4, 50.0, dq_error=[math.nan] * 2, delta_error=[math.nan] * 2)
         ([NO_GRADIENT, *(look(step, 50.0) for step in range(5, 9))], "NO"),
         ([*FLAGGED, look(1100, 2e4, dq_error=[math.nan] * 2)], "SUSPECT"),
         ([look(step, 1500.0, dq_error=[math.nan] * 2) for step in range(4)], "SUSPECT"),
+        ([*FLAGGED_HARMLESS, look(1100, 2e4, dq_error=[math.nan] * 2)], "SUSPECT"),
+        ([*FLAGGED_HARMLESS, look(1100, 2e4, dq_error=[2.0] * 2, delta_error=[1e-3] * 2)], "SUSPECT"),
         ([look(step, 46.0 - step) | {"softcap": [0, 50]} for step in range(4)], "UNCLEAR: logits reach the cap of 50,"),
         ([look(step, 44.0 - step) | {"softcap": [0, 50]} for step in range(4)], "NO"),
         ([look(step, 50.0) | {"softcap": [20, 0]} for step in range(4)], "NO"),
