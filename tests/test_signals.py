@@ -35,6 +35,8 @@ def outcome_of(run: Path) -> dict[str, Any]:
 
 ENDS: dict[str, tuple[Any, int, int, int]] = {
     "SIGTERM": (signal.SIGTERM, EXIT_RESUME, 14, 14),
+    "SIGUSR1": (signal.SIGUSR1, EXIT_RESUME, 14, 14),
+    "SIGHUP": (signal.SIGHUP, EXIT_RESUME, 14, 14),
     "Ctrl-C": (KeyboardInterrupt, 130, 13, 10),
     "crash": (RuntimeError, 1, 13, 10),
     "finished": (None, 0, 20, 20),
