@@ -840,6 +840,17 @@ def test_a_kernel_that_ignores_what_is_not_causal_is_told_how_to_be_tried() -> N
     assert "\nif the kernel is for causal attention alone: --causal\n" in report.text()
 
 
+def test_a_kernel_without_a_backward_pass_is_not_made_safe_by_leaving_classes_out() -> None:
+    def refuses(*_: Any) -> Any:
+        raise NotImplementedError("backward")
+
+    options: dict[str, Any] = {"device": "cpu", "shape": SMALL}
+    report = check_attention(spoiled(refuses), **options)
+    assert re.findall("^if the kernel .*", report.text(), re.MULTILINE) == []
+    with pytest.raises(AssertionError, match=r"^verdict: unverified: none of common_part, .* was judged; left out: "):
+        assert_safe(spoiled(refuses), without=report.found["NotImplementedError"], **options)
+
+
 def test_what_is_tried_without_a_causal_mask_is_not_told_to_be() -> None:
     def of_small_queries(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
         if q.float().std() > 0.5:

@@ -99,7 +99,7 @@ def test_the_adapter_of_packed_sequences_takes_padding() -> None:
 
 def test_the_page_on_kernels_shows_a_test_of_all_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = (text for text in blocks(ROOT / "docs" / "kernels.md", "python") if "assert_safe(" in text)
-    checked = Mock(return_value=SimpleNamespace(cases=[SimpleNamespace(name="", verdict="safe")]))
+    checked = Mock(return_value=SimpleNamespace(cases=[SimpleNamespace(name="", verdict="safe")], is_unseen=False))
     monkeypatch.setattr("attention.check.report.check_attention", checked)
     exec(example.replace("low_precision_attention", "attention"), {})
     assert checked.call_args.kwargs["classes"] == ()

@@ -73,7 +73,15 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        return judge.worst([case.verdict for case in self.cases] or [judge.UNVERIFIED])
+        seen = [case.verdict for case in self.cases]
+        return judge.worst([*seen, judge.UNVERIFIED] if self.is_unseen or not seen else seen)
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether none of ``DECISIVE`` was judged, though not only other classes were asked for."""
+        judged = {case.name for case in self.cases if case.verdict != judge.UNVERIFIED}
+        tried = {*self.not_tried, *(case.name for case in self.cases)}
+        return bool(tried & DECISIVE) and not judged & DECISIVE
 
     @property
     def found(self) -> dict[str, list[str]]:
@@ -92,6 +100,9 @@ class Report:
         parts = [f"{verdict}: {', '.join(reasons_of(cases))}" for verdict in bad if (cases := self._of(verdict))]
         if self.cases and len(self._of(judge.UNVERIFIED)) == len(self.cases):
             parts = [f"{judge.UNVERIFIED}: {self.cases[0].reason}"]
+        parts += [f"{judge.UNVERIFIED}: none of {', '.join(sorted(DECISIVE))} was judged"] * (
+            self.is_unseen and not parts
+        )
         left = [f"left out: {', '.join(self.left_out)}"] * bool(self.left_out)
         return "; ".join([*(parts or [self.verdict]), *left])
 
@@ -142,13 +153,15 @@ class Report:
             if only_full and {case.name for case in raised} >= DECISIVE:
                 lines.append("if the kernel has no causal mask: --no-causal")
                 not_for = []
+            elif self.is_unseen:  # as of a kernel that has no backward pass: what is left tells little
+                not_for = []
             elif raised_full or (tried_full and tried_full == self._of(judge.WRONG)):
                 lines.append("if the kernel is for causal attention alone: --causal")
                 not_for = [case for case in raised if case not in raised_full]
         if options := " ".join(f"--without {name}" for name in self._not_for(not_for)):
             lines.append(f"if the kernel is not for what it raised in: {options}")
         lines += _by_reason("not tried", ((x, why) for x, why in self.not_tried.items() if x not in self.left_out))
-        if self.verdict != judge.SAFE and self.cases:
+        if self.verdict != judge.SAFE and self._of(self.verdict):
             lines += self._again()
         return "\n".join(lines)
 
@@ -448,8 +461,8 @@ def assert_safe(
         kernel, device=device, dtype=dtype, shape=shape, classes=classes, without=without, causal=causal
     )
     verdicts = {case.verdict for case in report.cases} - ({judge.UNVERIFIED} if unverified else set())
-    decisive, full = ({case.verdict for case in report.cases if case.name in names} for names in (DECISIVE, FULL))
-    if verdicts != {judge.SAFE} or decisive == {judge.UNVERIFIED} or (causal is None and full == {judge.UNVERIFIED}):
+    full = {case.verdict for case in report.cases if case.name in FULL}
+    if verdicts != {judge.SAFE} or report.is_unseen or (causal is None and full == {judge.UNVERIFIED}):
         raise AssertionError(report.text())
 
 
