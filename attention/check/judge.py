@@ -48,6 +48,7 @@ REPEATED = {
     "again": "called again",
     "alone": "a sequence alone",
     "strides": "in other strides",
+    "kept": "the next call overwrites O",
     "between": "with another forward pass before its backward pass",
     "some": "where only some need a gradient",
     "do_strides": "with a dO in other strides",

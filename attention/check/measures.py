@@ -423,8 +423,8 @@ def repeatability(call: Call, p: Inputs) -> dict[str, float]:
     where only dO has other strides than in the call before: [B, T, H, D] in memory, or strides of 0, as of ``o.sum()``, ``o.mean(2)`` and
     ``o.mean(0)``.
     ``again_row``: that of the worst row; ``again_over``: the larger of these two over what an order of sums in FP32 explains in this dtype.
-    ``between_off``: of dQ, dK, dV where another forward pass comes before the backward pass, as that of the next layer; ``some_off``:
-    where q alone or k and v alone need a gradient.
+    ``kept_off``, ``between_off``: of O, and of dQ, dK, dV, where another forward pass comes before the backward pass, as that of the next
+    layer; ``some_off``: of gradients where q alone or k and v alone need a gradient.
     """
     B, G, dtype, device = *p.k.shape[:2], p.q.dtype, p.q.device
     first = run(call, p)
@@ -458,6 +458,7 @@ def repeatability(call: Call, p: Inputs) -> dict[str, float]:
         "again_over": max(again_off / REORDERED[str(dtype).removeprefix("torch.")], again_row / REORDERED_ROW),
         "alone_off": off(in_batch, alone),
         "strides_off": off(first, turned),
+        "kept_off": off(first[:1], backwards[:1]),
         "between_off": off(first[1:], backwards[1:]),
         "some_off": off(first[1:], some),
         "do_strides_off": do_strides,
