@@ -360,6 +360,12 @@ def keeps_its_last_call(q: Tensor, *rest: Any) -> Tensor:
 LAST: dict[torch.Size, object] = {}
 
 
+def scales_by_1(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = 1.0
+) -> Tensor:
+    return plain(query, key, value, is_causal, scale)
+
+
 def takes_strides_of_q_for_do(q: Tensor, *rest: Any) -> Tensor:
     def spoil(_: Any, do: Tensor, dq: Tensor, *g: Tensor) -> tuple[Tensor, ...]:
         read = do.as_strided(do.shape, q.stride()) if do.stride(3) else do
@@ -487,6 +493,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (tiled("P in FP8"), "gaussian", "wrong", "errors: o has "),
     (takes_v_in_fp8, "gaussian", "wrong", "errors: "),
     (tiled("scale ignored"), "scale", "wrong", ""),
+    (scales_by_1, "peaked_100", "wrong", "scale: without the argument O is off by"),
     (causal_only, "padding", "safe", ""),  # it hides from a query that is read what is behind the end, too
     (causal_only, "window", "wrong", ""),
     (spoiled(lambda _, do, *g: [x * (2 - do.is_contiguous()) for x in g]), *R, "other strides"),
@@ -1102,7 +1109,7 @@ def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("shape", "classes", "forms"), [(Shape(T=512, D=8), QUICK, 10), (Shape(T=64), (), 14)], ids=["quick", "full"]
+    ("shape", "classes", "forms"), [(Shape(T=512, D=8), QUICK, 10), (Shape(T=64), (), 15)], ids=["quick", "full"]
 )
 def test_a_compiled_kernel_is_compiled_few_times(shape: Shape, classes: Any, forms: int) -> None:
     """Each form of its operands is seconds on a GPU, where 512 is the length of --quick, and that of captured inputs."""

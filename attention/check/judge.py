@@ -129,6 +129,11 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
         # In a dQ that is itself wrong rows of dS cannot be read.
         tells = "dq" not in wrong and ROWS_AT_RISK < found["rows"] < math.inf
         return WRONG, f"errors: {', '.join(seen)}{f'; delta or P: {rows}' * tells}"
+    if not found.get("default_scale_off", 0) < SIZE_WRONG:
+        return (
+            WRONG,
+            f"scale: without the argument O is off by {found['default_scale_off']:.1e}: expected 1 / sqrt(head dim)",
+        )
     if scores:
         what = "q times its scale" if found.get("eager_scales_q") else "S"
         return AT_RISK, f"scores: O is off by {found['error_o']:.1e}, as where {what} is rounded to 16 bits"

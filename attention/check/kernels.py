@@ -33,7 +33,8 @@ from ..user_error import UserError, invalid
 from .captured import Inputs, Mask
 
 Call = Callable[..., Tensor]
-"""Called as ``(q, k, v, causal, scale)``, and with ``mask=`` where there is one; ``causal`` is then False."""
+"""Called as ``(q, k, v, causal, scale)``, and with ``mask=`` where there is one; ``causal`` is then False. Where ``scale`` is None, it is
+the kernel's default, or ``NotImplementedError`` is raised."""
 
 FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 """Modules of FlashAttention by its names here."""
@@ -154,11 +155,14 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
     if overwritten := [x for x in bound if x in (by_name if own else ("is_causal", "scale"))]:
         raise UserError(f"kernel = {name!r}: it binds {', '.join(overwritten)}: expected both free")
 
+    has_default = "scale" not in parameters or parameters["scale"].default is not inspect.Parameter.empty
     masks, as_torchs = {"attn_mask", "is_causal"} <= set(names), _as_torchs(function, names)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Mask | None = None) -> Tensor:
         if mask is not None and not masks:
             raise NotImplementedError("it has no argument attn_mask")
+        if scale is None and (own or not has_default):
+            raise NotImplementedError("scale has no default")
         if not own:
             return as_torchs(q, k, v, causal, scale, mask)
         given = {"causal": causal, "scale": scale}
@@ -183,11 +187,13 @@ def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
 def _as_torchs(function: Callable[..., Any], arguments: Container[str] = ("enable_gqa",)) -> Call:
     """A function with the arguments of torch's; whether it has ``enable_gqa``, ``arguments`` say."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Mask | None = None) -> Tensor:
         more: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] and "enable_gqa" in arguments else {}
         if mask is not None:
             more["attn_mask"] = mask.given()
-        return _first(function(q, k, v, is_causal=causal, scale=scale, **more))
+        if scale is not None:
+            more["scale"] = scale
+        return _first(function(q, k, v, is_causal=causal, **more))
 
     return call
 
@@ -235,7 +241,9 @@ def _plain() -> Call:
 
     compiled = _compiled(attention)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Mask | None = None) -> Tensor:
+        if scale is None:
+            raise NotImplementedError("scale has no default")
         return (compiled if q.is_cuda else attention)(q, k, v, causal, scale, None if mask is None else mask.given())
 
     return call

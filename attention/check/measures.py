@@ -149,6 +149,7 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
       cancellation; ``worst_X``: that of the worst row
     - ``factor_X``: f of the best fit X = f exact; ``unfit_X``: ||X - f exact|| / ||exact||; ``factor_over``: |f - 1| of O over what
       rounding to one side explains in this dtype
+    - ``default_scale_off``: of "peaked_100", whose scale is 1 / sqrt(D): how far O is from that of a call without a scale, relative
     - ``layout_off``: where O has nothing to do with the right one, its error if all tensors are [B, T, H, D]
     - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, or q times the scale is,
       whichever has its O nearest; ``eager_scales_q``: 1 where it is the last, or 0; ``from_eager_o``: how far O is from that O, over
@@ -195,6 +196,10 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (p.q, p.k, p.v))
         with contextlib.suppress(Exception):  # a foreign kernel's
             measures["layout_off"] = off(expected[:1], [forward(call, replace(p, q=q, k=k, v=v)).transpose(1, 2)])
+    if name == "peaked_100":  # not in --quick: a compiled kernel is another one then
+        with contextlib.suppress(NotImplementedError):
+            default = forward(lambda q, k, v, causal, _: call(q, k, v, causal, None), p)
+            measures["default_scale_off"] = off(found[:1], [default])
     ways = ("after", "before", *(SCALED_Q if p.scale else ()))
     eagers = [_read(p, run(functools.partial(plain, rounds_s=where), p)) for where in ways]
     distances = [((found[0].double() - eager[0].double()).norm() / expected[0].norm()).item() for eager in eagers]
