@@ -739,6 +739,10 @@ def test_causal_and_scale_are_given_where_the_kernel_takes_them() -> None:
     for kernel in (named, mixed, others):
         assert_safe(kernel, device="cpu", shape=SMALL, classes=("gaussian", "scale"))
     for kernel, message in (
+        (
+            lambda *args, **kw: torchs(*args, **kw),
+            r"its parameters are \*args, \*\*kw: expected named parameters \(func",
+        ),
         (flash_attentions, r"parameters are q, k, v, dropout_p, softmax_scale, causal: expected \(q, k, v, ca"),
         (partial(mixed, scale=9.0), "it binds scale: expected both free"),
         (partial(mixed, causal=False), "it binds causal: expected both free"),

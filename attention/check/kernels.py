@@ -60,7 +60,7 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     A name is one of ``KNOWN``, a preset of this package, or ``module:function``, imported from the current folder, too. A function
     with a parameter ``is_causal``, or an ``nn.Module`` whose ``forward`` has it, is called as torch's ``scaled_dot_product_attention``,
     any other as ``(q, k, v, causal, scale)``, by name what it takes by name only. It gives o, or a tuple that begins with o. Raises
-    ``UserError`` for what is none of these, draws at random, has ``causal`` or one of ``SCALES`` at another place, or binds them by
+    ``UserError`` for what is none of these, names no parameters behind a decorator, draws at random, has ``causal`` or one of ``SCALES`` at another place, or binds them by
     ``functools.partial``.
     """
     if callable(kernel):
@@ -139,6 +139,9 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
         names = list(parameters)
     except (TypeError, ValueError):  # a builtin
         parameters, names = {}, ["is_causal", "enable_gqa", "attn_mask"]
+    if {x.kind for x in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        expected = "expected named parameters (functools.wraps keeps them)"
+        raise UserError(f"kernel = {name!r}: its parameters are *{names[0]}, **{names[1]}: {expected}")
     own = "is_causal" not in names
     by_place, by_name = ["causal", "scale"], {}
     for what, place, alike in (("causal", 3, ("causal",)), ("scale", 4, SCALES)) if own else ():
