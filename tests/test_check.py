@@ -924,6 +924,12 @@ def test_a_safe_verdict_of_captured_inputs_with_small_logits_is_told_to_say_noth
     assert (f"\n{file}: largest logit 4" in text, "safe says nothing here" in text) == (told, told)
 
 
+@pytest.mark.parametrize(("causal", "why"), [(True, "it is not causal"), (False, "it is of a causal mask")])
+def test_a_file_of_the_other_mask_is_not_tried(causal: bool, why: str, tmp_path: Path) -> None:
+    make("gaussian", SMALL, torch.bfloat16, CPU, causal=not causal).save(file := tmp_path / "x.zip")
+    assert check_attention("plain", device="cpu", classes=str(file), causal=causal).not_tried == {str(file): why}
+
+
 def test_a_capture_of_one_position_has_no_gradient_of_q_to_judge(tmp_path: Path) -> None:
     make("gaussian", SMALL, torch.bfloat16, CPU).part(length=1).save(file := tmp_path / "x.zip")
     report = check_attention("torch:math", device="cpu", classes=str(file))

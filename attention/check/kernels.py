@@ -60,8 +60,8 @@ def find(kernel: str | Callable[..., Any]) -> Kernel:
     A name is one of ``KNOWN``, a preset of this package, or ``module:function``, imported from the current folder, too. A function
     with a parameter ``is_causal``, or an ``nn.Module`` whose ``forward`` has it, is called as torch's ``scaled_dot_product_attention``,
     any other as ``(q, k, v, causal, scale)``, by name what it takes by name only. It gives o, or a tuple that begins with o. Raises
-    ``UserError`` for what is none of these, names no parameters behind a decorator, draws at random, has ``causal`` or one of ``SCALES`` at another place, or binds them by
-    ``functools.partial``.
+    ``UserError`` for what is none of these, draws at random, has ``(*args, **kw)`` alone, has ``causal`` or one of ``SCALES`` at
+    another place, or binds them by ``functools.partial``.
     """
     if callable(kernel):
         name = getattr(kernel, "__qualname__", " ".join(repr(kernel).split()))

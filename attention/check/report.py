@@ -315,7 +315,7 @@ def check_attention(
             others of that length have an even one.
         may_raise: classes that are not tried where the kernel raises ``NotImplementedError`` there; else they are judged.
         causal: True for a kernel of causal attention alone: "full" is left out, the other classes are causal. False for one without a
-            causal mask: classes have none, and those that are of one are not tried.
+            causal mask: classes have none, and those that are of one are not tried. Nor are files of the other kind.
         shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
         progress: told the name of each class before it runs.
 
@@ -356,8 +356,10 @@ def check_attention(
                 not_tried[name] = "it is left out"
             elif name in MASKED and not found.masks and (not classes or name in may_raise):
                 not_tried[name] = "it has no argument attn_mask"
-            elif name in OF_CAUSAL and causal is False:
+            elif causal is False and (name in OF_CAUSAL or (name.endswith(".zip") and captured(name).causal)):
                 not_tried[name] = "it is of a causal mask"
+            elif causal and name.endswith(".zip") and not captured(name).causal:
+                not_tried[name] = "it is not causal"
             elif name in PACKAGED and min(asked.dims) < PACKAGED_DIM:
                 not_tried[name] = f"it has head dim {PACKAGED_DIM}"
             if name in not_tried:
