@@ -34,7 +34,7 @@ from .captured import Inputs, Mask
 
 Call = Callable[..., Tensor]
 """Called as ``(q, k, v, causal, scale)``, and with ``mask=`` where there is one; ``causal`` is then False. Where ``scale`` is None, it is
-the kernel's default, or ``NotImplementedError`` is raised."""
+the default of a kernel that takes torch's arguments; others raise."""
 
 FLASH = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 """Modules of FlashAttention by its names here."""
@@ -158,14 +158,13 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
     if overwritten := [x for x in bound if x in (by_name if own else ("is_causal", "scale"))]:
         raise UserError(f"kernel = {name!r}: it binds {', '.join(overwritten)}: expected both free")
 
-    has_default = "scale" not in parameters or parameters["scale"].default is not inspect.Parameter.empty
     masks, as_torchs = {"attn_mask", "is_causal"} <= set(names), _as_torchs(function, names)
 
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Mask | None = None) -> Tensor:
         if mask is not None and not masks:
             raise NotImplementedError("it has no argument attn_mask")
-        if scale is None and (own or not has_default):
-            raise NotImplementedError("scale has no default")
+        if scale is None and own:
+            raise NotImplementedError("its scale has no default")
         if not own:
             return as_torchs(q, k, v, causal, scale, mask)
         given = {"causal": causal, "scale": scale}
@@ -244,9 +243,7 @@ def _plain() -> Call:
 
     compiled = _compiled(attention)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Mask | None = None) -> Tensor:
-        if scale is None:
-            raise NotImplementedError("scale has no default")
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Mask | None = None) -> Tensor:
         return (compiled if q.is_cuda else attention)(q, k, v, causal, scale, None if mask is None else mask.given())
 
     return call

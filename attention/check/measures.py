@@ -197,7 +197,7 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
         with contextlib.suppress(Exception):  # a foreign kernel's
             measures["layout_off"] = off(expected[:1], [forward(call, replace(p, q=q, k=k, v=v)).transpose(1, 2)])
     if name == "peaked_100":  # not in --quick: a compiled kernel is another one then
-        with contextlib.suppress(NotImplementedError):
+        with contextlib.suppress(Exception):  # in a model it raises, too
             default = forward(lambda q, k, v, causal, _: call(q, k, v, causal, None), p)
             measures["default_scale_off"] = off(found[:1], [default])
     ways = ("after", "before", *(SCALED_Q if p.scale else ()))
