@@ -28,14 +28,14 @@ from torch.utils.checkpoint import checkpoint
 
 import attention
 from attention.check import Case, Inputs, assert_safe, check_attention
-from attention.check.__main__ import QUICK, main
+from attention.check.__main__ import main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
 from attention.check.judge import CURES, FEWER_BITS, HIDDEN_DELTA, added, judge
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
-from attention.check.report import DECISIVE, csv_of, environment, reasons, table
+from attention.check.report import DECISIVE, MASKED, QUICK, csv_of, environment, reasons, table
 from errors import UserError
 
 device = kernel_tests.device
@@ -805,14 +805,26 @@ def takes_causal_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
     return plain(q, k, v, causal, scale)
 
 
-@pytest.mark.parametrize("classes", [(), QUICK])
+@pytest.mark.parametrize("classes", [(), "quick"])
 def test_a_kernel_of_causal_attention_alone_is_told_how_to_be_tried(classes: tuple[str, ...]) -> None:
-    options: dict[str, Any] = {"device": "cpu", "shape": SMALL, "classes": classes, "may_raise": ("padding", "window")}
+    options: dict[str, Any] = {"device": "cpu", "shape": SMALL, "classes": classes}
     report = check_attention(takes_causal_alone, **options)
     told = re.findall("^if the kernel is .*", report.text(), re.MULTILINE)
     assert (report.verdict, told) == ("unverified", ["if the kernel is for causal attention alone: --causal"])
     report = check_attention(takes_causal_alone, causal=True, **options)
-    assert (report.verdict, report.left_out) == ("safe", ["full"] * (not classes))
+    assert (report.verdict, report.not_tried.get("full")) == ("safe", None if classes else "it is not causal")
+
+
+@pytest.mark.parametrize("classes", [(), "quick"])
+def test_a_kernel_that_refuses_masks_and_groups_is_safe_in_a_full_run_as_in_a_quick_one(classes: Any) -> None:
+    def call(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: Any = 0, scale: Any = None) -> Tensor:
+        if attn_mask is not None:
+            raise NotImplementedError("a mask")
+        return heads_alike(query, key, value, is_causal, scale)
+
+    report = check_attention(call, device="cpu", shape=SMALL, classes=classes)
+    refused = {name for name, why in report.not_tried.items() if why.startswith("it is not for this: ")}
+    assert (report.verdict, refused) == ("safe", {"grouped", *MASKED} & {*(QUICK if classes else reasons())})
 
 
 def adds_in_bf16_and_is_causal(*call: Any) -> Tensor:
@@ -1080,8 +1092,8 @@ def crashes_with_groups(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
 def test_a_class_that_a_kernel_may_raise_in_is_judged_where_it_runs_and_a_crash_is_no_refusal(
     kernel: Any, verdict: str
 ) -> None:
-    report = check_attention(kernel, device="cpu", shape=SMALL, classes=("gaussian", "grouped"), may_raise="grouped")
-    assert [case.verdict for case in report.cases] == ["safe", verdict]
+    report = check_attention(kernel, device="cpu", shape=SMALL, classes="quick")
+    assert [case.verdict for case in report.cases if case.name == "grouped"] == [verdict]
 
 
 @pytest.mark.parametrize(("kernel", "verdict"), [("plain", "safe"), ("xformers", "unverified")])
@@ -1099,7 +1111,7 @@ def test_help_names_the_options_of_a_test() -> None:
     passed_on = {**inspect.signature(assert_safe).parameters}
     del passed_on["unverified"]
     missing = {*inspect.signature(check_attention).parameters.items()} ^ {*passed_on.items()}
-    assert {name for name, _ in missing} == {"may_raise", "progress"}
+    assert {name for name, _ in missing} == {"progress"}
 
 
 def test_flex_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1279,7 +1291,7 @@ def test_quick_is_safe_for_a_kernel_without_masks_or_groups(kernel: str, options
 def test_quick_finds_leaks_within_a_tile_and_gradients_of_keys_that_are_added_in_16_bits(
     fault: str, name: str, verdict: str
 ) -> None:
-    report = check_attention(tiled(fault), device="cpu", shape=SMALL, classes=QUICK, may_raise=QUICK)
+    report = check_attention(tiled(fault), device="cpu", shape=SMALL, classes="quick")
     assert [case.verdict for case in report.cases if case.name == name] == [verdict]
 
 

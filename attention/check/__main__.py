@@ -15,7 +15,6 @@ from .kernels import KNOWN, TRIED, find
 from .report import (
     DTYPES,
     LENGTHS,
-    MASKED,
     Report,
     check_attention,
     csv_of,
@@ -117,10 +116,6 @@ def _written(reports: list[Report], options: argparse.Namespace) -> str:
 
 _SIZES = {"B": "batch", "H": "query heads", "G": "key heads", "T": "length", "D": "head dim"}
 _SIZES["DV"] = "head dim of v, o and dO, D unless given"
-QUICK = (
-    "gaussian", "common_part", "shared_direction", "peaked_1000", "odd_length", "grouped", "padding", "window", "scale",
-    "captured_growing", "cancelling_queries", "one_hot", "mask_edges", "last_key", "repeatability",
-)  # fmt: skip
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:
@@ -145,12 +140,10 @@ def _report(name: str, shape: Shape, options: argparse.Namespace) -> Report:
     if wrong := [name for name in options.inputs if not name.endswith(".zip")]:
         raise UserError(f"--inputs {wrong[0]}: expected a file that ends in .zip")
     asked = [*options.classes, *options.inputs]
-    quick = options.quick and not asked
-    classes = QUICK if quick else asked
+    classes = asked or ("quick" if options.quick else ())
     chosen: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "shape": shape, "classes": classes}
     chosen["causal"] = options.causal
     chosen["without"] = options.without
-    chosen["may_raise"] = ("grouped", *MASKED) if quick else ()
     if sys.stderr.isatty():
         chosen["progress"] = lambda case: print(f"{name}, {shape}: {case}", file=sys.stderr)
     return check_attention(name, **chosen)

@@ -34,6 +34,13 @@ PACKAGED = tuple(name for name, chosen in CLASSES.items() if chosen.packaged)
 OF_CAUSAL = (*PACKAGED, "mask_edges")
 FULL = tuple(name for name, chosen in CLASSES.items() if not chosen.causal)
 NOT_CAUSAL = (*MASKED, *FULL)
+QUICK = (
+    "gaussian", "common_part", "shared_direction", "peaked_1000", "odd_length", "grouped", "padding", "window", "scale",
+    "captured_growing", "cancelling_queries", "one_hot", "mask_edges", "last_key", "repeatability",
+)  # fmt: skip
+"""The classes that tell most."""
+MAY_RAISE = ("grouped", *MASKED)
+"""Where a kernel raises ``NotImplementedError`` in these, and they were not asked for, they are not tried."""
 DECISIVE = {"common_part", "shared_direction", "peaked_1000"}
 """Where delta shows: a kernel that raises in all of these has not been looked at."""
 TELLING_LOGIT = 100.0
@@ -300,7 +307,6 @@ def check_attention(
     shape: Shape | None = None,
     classes: str | Sequence[str] = (),
     without: str | Sequence[str] = (),
-    may_raise: str | Sequence[str] = (),
     causal: bool | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
@@ -310,33 +316,35 @@ def check_attention(
         kernel: a function or a name, see ``kernels.find``.
         device: "cuda" where there is one, else "cpu".
         dtype: of q, k, v: bf16, fp16 or fp32.
-        classes: their names, and paths of files of captured inputs, which end in .zip.
+        classes: their names, and paths of files of captured inputs, which end in .zip; or "quick": those that tell most. Of all, or these,
+            those of masks and "grouped" are not tried where the kernel raises ``NotImplementedError``.
         without: classes to leave out, as "grouped", which the kernel is not for; the verdict's line names them. Without "odd_length"
             others of that length have an even one.
-        may_raise: classes that are not tried where the kernel raises ``NotImplementedError`` there; else they are judged.
         causal: True for a kernel of causal attention alone: "full" is left out, the other classes are causal. False for one without a
             causal mask: classes have none, and those that are of one are not tried. Nor are files of the other kind.
-        shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024.
+        shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024, and half of
+            that for "quick".
         progress: told the name of each class before it runs.
 
     Raises ``UserError`` for unknown names, small shapes and what ``kernels.find`` refuses. What a kernel raises makes a case unverified.
     """
-    classes, without, may_raise = ((x,) if isinstance(x, str) else tuple(x) for x in (classes, without, may_raise))
+    classes, without = ((x,) if isinstance(x, str) else tuple(x) for x in (classes, without))
+    is_quick = classes == ("quick",)
+    may_raise = MAY_RAISE if is_quick or not classes else ()
+    classes = QUICK if is_quick else classes
     if dtype not in DTYPES:
         raise invalid("dtype", dtype, tuple(DTYPES))
-    for what, names in (("class", classes), ("without", without), ("may_raise", may_raise)):
+    for what, names in (("class", classes), ("without", without)):
         for name in names:
             if what == "class" and name.endswith(".zip"):
                 captured(name)
             elif name not in KNOWN_CLASSES:
                 raise invalid(what, name, KNOWN_CLASSES)
-    if causal:
-        if "full" in classes:
-            raise invalid("classes", "full", "another, as causal=True leaves it out")
-        without = tuple(dict.fromkeys((*without, "full")))
+    if causal and "full" in classes:
+        raise invalid("classes", "full", "another, as causal=True leaves it out")
     found = find(kernel)
     there = device_of(device)
-    asked = Shape(T=LENGTHS[there.type]) if shape is None else shape
+    asked = Shape(T=LENGTHS[there.type] // (1 + is_quick)) if shape is None else shape
     require_shape(asked)
     if isinstance(kernel, str) and unaliased(kernel) in PRESETS and there.type == "cuda" and len(classes) != 1:
         # Its kernels are compiled beside each other, not one after another as cases need them; meanwhile torch loads those of the
@@ -354,11 +362,11 @@ def check_attention(
         for name in classes or KNOWN_CLASSES:
             if name in without:
                 not_tried[name] = "it is left out"
-            elif name in MASKED and not found.masks and (not classes or name in may_raise):
+            elif name in MASKED and not found.masks and may_raise:
                 not_tried[name] = "it has no argument attn_mask"
             elif causal is False and (name in OF_CAUSAL or (name.endswith(".zip") and captured(name).causal)):
                 not_tried[name] = "it is of a causal mask"
-            elif causal and name.endswith(".zip") and not captured(name).causal:
+            elif causal and (name == "full" or (name.endswith(".zip") and not captured(name).causal)):
                 not_tried[name] = "it is not causal"
             elif name in PACKAGED and min(asked.dims) < PACKAGED_DIM:
                 not_tried[name] = f"it has head dim {PACKAGED_DIM}"
