@@ -459,6 +459,7 @@ SABOTAGED: list[tuple[Any, str, str, str]] = [
     (doubles_dk_beside_bf16, "float_mask", "wrong", "float mask: an additive mask in bfloat16 gives another dk"),
     (tiled(), "float_mask", "unverified", "it has no argument attn_mask"),
     (tiled("mask of the partial tile off by one"), "odd_length", "wrong", "O or dV reads what is masked"),
+    (spoiled(lambda _, __, dq, dk, dv: (dq, dk, dv.flip(2))), "odd_length", "wrong", "not 0; errors: dv is off by 1"),
     (leaks_where_half_a_tile_or_more_is_left, "low", "wrong", "O or dV reads what is masked"),
     (with_keys_of_zeros, "full", "wrong", ""),
     (blind_tail, "padding", "wrong", "mask: "),
@@ -908,7 +909,7 @@ def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
 def test_a_mask_that_leaks_is_named_in_captured_inputs(tmp_path: Path) -> None:
     make("gaussian", replace(SMALL, T=100), torch.bfloat16, CPU).save(file := tmp_path / "x.zip")
     kernel = tiled("mask of the partial tile off by one")
-    assert [*check_attention(kernel, device="cpu", classes=str(file)).found] == ["mask"]
+    assert [*check_attention(kernel, device="cpu", classes=str(file)).found] == ["mask", "errors"]
 
 
 def test_captured_inputs_are_told_with_their_own_head_dim(tmp_path: Path) -> None:

@@ -76,10 +76,9 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
         return WRONG, f"not finite: {', '.join(endless)}"
     leaks = [text for what, text in _LEAKS.items() if found.get(what, 0) != 0]
     leaks += ["query 0 sees more than key 0"] * (not found.get("first_row", 0) < SIZE_WRONG)
-    if leaks:
-        return WRONG, "mask: " + ", ".join(leaks)
+    mask = "mask: " + ", ".join(leaks)
     if name == "mask_edges":
-        return SAFE, ""
+        return (WRONG, mask) if leaks else (SAFE, "")
     if name == "float_mask":
         for given in dict.fromkeys(measure.partition("_off_")[0] for measure in found):
             if beyond := [x for x in _NAMES if not found[f"{given}_off_{x}"] <= WELL_CONDITIONED]:
@@ -107,7 +106,8 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
             seen = f"calls differ by {found['again_off']:.1e}, a row by {found['again_row']:.1e}"
             return AT_RISK, f"not deterministic: {seen}, more than by an order of sums in FP32"
         return SAFE, "" if found["deterministic"] else "not deterministic: a run cannot be replayed"
-    return _accuracy(name, found)
+    verdict, reason = _accuracy(name, found)
+    return (WRONG, mask + f"; {reason}" * (verdict == WRONG)) if leaks else (verdict, reason)
 
 
 def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:

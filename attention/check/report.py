@@ -224,11 +224,11 @@ def _mode(name: str, causal: bool | None) -> dict[str, Any]:
 
 
 def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
-    """Classes that are not safe by the beginnings of their reasons, and by delta or P or a scale error told in them."""
+    """Classes that are not safe by the beginnings of their reasons, and by what else is told in them."""
     found: dict[str, list[str]] = {}
     for case in cases:
         if case.reason and case.verdict != judge.SAFE:
-            later = [what for what in ("delta or P", "scale error") if f" {what}: " in case.reason]
+            later = [what for what in ("errors", "delta or P", "scale error") if f" {what}: " in case.reason]
             for what in (case.reason.partition(": ")[0], *later):
                 found.setdefault(what, []).append(case.name)
     return found
