@@ -75,7 +75,7 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
     if endless := [x for x in _NAMES if math.isinf(found.get(f"error_{x}", 0))]:
         return WRONG, f"not finite: {', '.join(endless)}"
     leaks = [text for what, text in _LEAKS.items() if found.get(what, 0) != 0]
-    leaks += ["query 0 sees more than key 0"] * (not found.get("first_row", 0) < SIZE_WRONG)
+    leaks += ["O of query 0 is not V of key 0"] * (not found.get("first_row", 0) < SIZE_WRONG)
     mask = "mask: " + ", ".join(leaks)
     if name == "mask_edges":
         return (WRONG, mask) if leaks else (SAFE, "")
@@ -86,7 +86,11 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
                 return WRONG, f"float mask: an additive mask in {given} gives another {what}"
         return SAFE, ""
     if name == "last_key":
-        return (WRONG, "last key: it is lost in an odd length") if not found["missed"] < SIZE_WRONG else (SAFE, "")
+        return (
+            (WRONG, "last key: it has too little weight in an odd length")
+            if not found["missed"] < SIZE_WRONG
+            else (SAFE, "")
+        )
     if name == "no_keys":
         spread = found["dead"] and math.isinf(found["gradients_off"])  # as eager attention's, which a run shows at once
         if not found["o_off"] < SIZE_WRONG or not (spread or found["gradients_off"] < SIZE_WRONG):
