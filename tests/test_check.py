@@ -706,6 +706,8 @@ def test_an_additive_mask_is_that_of_its_booleans(kernel: str, dtype: str) -> No
             "errors: o has 4.0 x plain's; rounded to one side: O is off by",
         ),
         ("equal_keys", {"bias_o": -1.2, "bias_o_se": 0.1}, "safe", ""),
+        ("gaussian", {"rows": 1e-2, "ratio_dq": 0.9}, "at risk", "delta or P: rows of dS sum to 1.0e-02 of their size"),
+        ("gaussian", {"size_dk": 1.0, "error_dk": 12.0}, "wrong", "errors: dk is off by 12 x its size"),
         ("signs", {"signed": math.nan}, "wrong", "not finite: rows of dS"),
     ],
 )
@@ -713,6 +715,7 @@ def test_what_is_seen_of_one_class_is_judged(name: str, seen: dict[str, float], 
     found = {**EXACT, "from_eager_o": 0.0, "rows": 0.0, "bias_o": 0.0, "bias_o_se": 0.0, **seen}
     judged = judge(name, found)
     assert (judged[0], judged[1].startswith(reason)) == (verdict, True), judged
+    assert "dQ has" not in judged[1]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
         side = f"scale error: O is {found['factor_o']:.4g} x the exact one"
     biased = abs(found["bias_o"]) > max(BIAS, 10 * found["bias_o_se"])
     if found["rows"] > ROWS_AT_RISK:
-        return AT_RISK, f"delta or P: {rows}, dQ has {found['ratio_dq']:.1f} x plain's error{f'; {side}' * biased}"
+        error = f", dQ has {found['ratio_dq']:.1f} x plain's error" * (found["ratio_dq"] > 1)
+        return AT_RISK, f"delta or P: {rows}{error}{f'; {side}' * biased}"
     coarse = [x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK]
     if coarse:
         ratios = ", ".join(f"{x} has {found[f'ratio_{x}']:.1f} x plain's{_fit(x, found)}" for x in coarse)
@@ -166,12 +167,14 @@ def _off(x: str, found: dict[str, float]) -> str:
     error, size, row = (found[f"{what}_{x}"] for what in ("error", "size", "worst"))
     fit = _fit(x, found)
     if size <= SIZE_WRONG < row and not fit:
-        return f"a row of {x} is off by {100 * row:.3g} % of its size without cancellation"
+        return f"a row of {x} is off by {_share(row)} its size without cancellation"
     return f"{x} is off by " + (
-        f"{100 * error:.3g} % of its size{fit}"
-        if error < 100
-        else f"{100 * size:.3g} % of its size without cancellation"
+        f"{_share(error)} its size{fit}" if error < 100 else f"{_share(size)} its size without cancellation"
     )
+
+
+def _share(x: float) -> str:
+    return f"{100 * x:.3g} % of" if x < 9.99 else f"{x:.3g} x"
 
 
 def _fit(x: str, found: dict[str, float]) -> str:
