@@ -660,6 +660,7 @@ def test_where_no_advice_is_known_it_says_so() -> None:
         lambda q, *kv: plain(q, *kv) + 0 * q.sum(), device="cpu", shape=SMALL, classes="not_a_number"
     )
     assert "\nmend:\n  no advice is known: train with flash_consistent, or " in report.text()
+    assert json.loads(report.json())["mend"][0].startswith("no advice is known: ")
 
 
 @pytest.mark.parametrize(

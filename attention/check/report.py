@@ -118,7 +118,7 @@ class Report:
 
     def json(self) -> str:
         """One document with ``schema``, the version of its form; numbers that are not finite are strings."""
-        content = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
+        content = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self), "mend": self.mend}
         return json.dumps(strict(content), indent=1, allow_nan=False)
 
     def text(self) -> str:
@@ -140,8 +140,8 @@ class Report:
             )
 
         lines += rows(judge.WRONG) + rows(judge.AT_RISK)
-        if mend := self._mend(judged):
-            lines += ["mend:", *(f"  {what}" for what in mend)]
+        if self.mend:
+            lines += ["mend:", *(f"  {what}" for what in self.mend)]
         if safe:
             sums = [case.measures["rows"] for case in safe if "rows" in case.measures]
             most = f", rows of dS {max(sums):.1e} or less (limit {judge.ROWS_AT_RISK:.1e})" if sums else ""
@@ -172,7 +172,10 @@ class Report:
             lines += self._again()
         return "\n".join(lines)
 
-    def _mend(self, judged: Sequence[Case]) -> list[str]:
+    @property
+    def mend(self) -> list[str]:
+        """Advice."""
+        judged = [case for case in self.cases if case.verdict != judge.UNVERIFIED]
         if any(case.reason.startswith("layout: ") for case in judged):
             return ["the layout first, then run again: all else may follow from it"]
         seen = [case.reason for case in judged]
