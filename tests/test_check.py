@@ -650,6 +650,28 @@ def test_advice_is_on_what_was_seen_alone(kernel: Any, classes: list[str], cures
     assert re.findall(r"^  ((?:delta or P|dS|scores|O): .*)", text, re.MULTILINE) == cures
 
 
+def without_a_maximum(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    p = (q.float() @ k.float().mT * scale).exp().tril()
+    return ((p / p.sum(-1, keepdim=True)).to(v.dtype).float() @ v.float()).to(v.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "told"),
+    [
+        (tiled("scale ignored"), "scale", "scale: the argument is probably ignored"),
+        (
+            spoiled(lambda _, __, dq, *g: (dq * 1.01, *g)),
+            "peaked_1000",
+            "dq: a factor is wrong, such as that of scale or ln 2",
+        ),
+        (without_a_maximum, "peaked_1000", "exp: subtract the row maximum before it"),
+    ],
+)
+def test_a_cause_that_one_class_shows_is_advised_on(kernel: Any, name: str, told: str) -> None:
+    report = check_attention(kernel, device="cpu", shape=SMALL, classes=("common_part", name))
+    assert told in report.mend
+
+
 def test_a_scale_error_is_found_beside_the_errors_that_it_makes() -> None:
     report = check_attention(lambda *call: 1.01 * plain(*call), device="cpu", shape=SMALL, classes="common_part")
     assert list(report.found) == ["errors", "scale error"]

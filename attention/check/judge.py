@@ -6,6 +6,7 @@ kernels ``rows``, at its largest, is 9.7e-4 or less or 5.5e-3 or more on a CPU; 
 """
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -200,12 +201,22 @@ CURES = {
     "rounded to one side": "O: round P and O to nearest, ties to even",
 }
 """Advice by a part of a reason, where we know any (docs/results.md)."""
+SCALE_IGNORED = "scale: the argument is probably ignored"
+SUBTRACT_MAXIMUM = "exp: subtract the row maximum before it"
+EXP_OVERFLOWS, S_OVERFLOWS = 88.0, 5000.0
+"""Logits from which exp is infinite in FP32, and QK^T may be in FP16."""
 HIDDEN_DELTA = f"dS: delta is probably off, and hidden in the sums of rows: {_DELTA}"
 """Advice on dS, unless what is wrong, delta or P, scores, or a scale error, beside it explain it."""
 FEWER_BITS = (
     "errors: if P or an operand has 8 bits these are usual, as limits here are those of 16 bits: then mend the rest, and train beside "
     "a control"
 )
+
+
+def with_factor(reasons: Iterable[str]) -> list[str]:
+    """The gradients that a factor explains."""
+    pattern = r"(d[qkv]) (?:is off|has)[^,;]* x the exact one"
+    return list(dict.fromkeys(x for reason in reasons for x in re.findall(pattern, reason)))
 
 
 def has_fewer_bits(found: dict[str, float]) -> bool:

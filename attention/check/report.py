@@ -185,6 +185,13 @@ class Report:
         explained = self.found.keys() & {"delta or P", "scores"} or judge.CURES["scale error: "] in mend
         if "dS" in self.found and self.verdict != judge.WRONG and not explained:
             mend.append(judge.HIDDEN_DELTA)
+        if [case.name for case in judged if case.verdict == judge.WRONG] == ["scale"] and len(judged) > 1:
+            mend.append(judge.SCALE_IGNORED)
+        elif judge.CURES["scale error: "] not in mend and (names := judge.with_factor(seen)):
+            mend.append(f"{', '.join(names)}: a factor is wrong, such as that of scale or ln 2")
+        endless = [case.measures["largest_logit"] for case in judged if case.reason.startswith("not finite: o")]
+        if endless and judge.EXP_OVERFLOWS < min(endless) < judge.S_OVERFLOWS:
+            mend.append(judge.SUBTRACT_MAXIMUM)
         errors = {case.name: case.measures for case in judged if case.name in self.found.get("errors", [])}
         gaussian = next((case.measures for case in judged if case.name == "gaussian"), None)
         mend += [f"errors: {x}" for x in judge.added(errors, gaussian)]
