@@ -226,8 +226,9 @@ def has_fewer_bits(found: dict[str, float]) -> bool:
     return "o" in beyond and all(found[f"error_{x}"] < 2.0**-3 and not _fit(x, found) for x in beyond)
 
 
-def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float] | None) -> list[str]:
-    """Advice on sums in 16 bits, from measures of the classes with errors and of ``gaussian``, None if that was not tried.
+def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float] | None, is_open: bool = False) -> list[str]:
+    """Advice on sums in 16 bits, from measures of the classes with errors and of ``gaussian``, None if that was not tried. ``is_open``:
+    nothing else explains a coarse dQ, and cancelling_tiles was not tried.
 
     An error over plain's is then at least twice as much where sums cancel; of another coarse rounding it is as much or less. A tile that is
     left out may have as much, too, but then some class has an error that no rounding makes.
@@ -252,4 +253,8 @@ def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float] | None
             coarse and gaussian and all(2 * gaussian.get(f"ratio_{x}", math.inf) <= found[f"ratio_{x}"] for x in coarse)
         ):
             advice.append(f"the kernel probably adds {sums}: add in FP32")
+    coarse_alone = ([x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK] for found in errors.values())
+    if is_open and ["dq"] in coarse_alone and not any(_fit("dq", found) for found in errors.values()):
+        whether = "whether the kernel adds dq in 16 bits between tiles of keys"
+        advice.append(f"run --class cancelling_tiles --class gaussian: they tell {whether}")
     return advice

@@ -194,7 +194,8 @@ class Report:
             mend.append(judge.SUBTRACT_MAXIMUM)
         errors = {case.name: case.measures for case in judged if case.name in self.found.get("errors", [])}
         gaussian = next((case.measures for case in judged if case.name == "gaussian"), None)
-        mend += [f"errors: {x}" for x in judge.added(errors, gaussian)]
+        is_open = not explained and all(case.name != "cancelling_tiles" for case in judged)
+        mend += [f"errors: {x}" for x in judge.added(errors, gaussian, is_open)]
         if gaussian and "gaussian" in errors and judge.has_fewer_bits(gaussian):
             mend.append(judge.FEWER_BITS)
         if {judge.WRONG, judge.AT_RISK} <= {case.verdict for case in judged}:
