@@ -1279,6 +1279,12 @@ def test_a_kernel_that_is_not_deterministic_exits_with_0_and_a_note(
     ]
 
 
+def test_an_o_that_is_not_rounded_is_noted_once() -> None:
+    classes = ("gaussian", "common_part")
+    text = check_attention(lambda *call: tiled()(*call).float(), device="cpu", shape=SMALL, classes=classes).text()
+    assert re.findall("^note: .*", text, re.MULTILINE) == ["note: O is float32, delta reads it unrounded"]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("sums", ["FP32", "FP16", "BF16"])
 def test_calls_that_differ_by_more_than_atomic_sums_in_fp32_are_at_risk(sums: str, dtype: str) -> None:

@@ -158,7 +158,8 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
         return AT_RISK, f"errors: {ratios}{f'; {side}' * tells}"
     if biased and name == "values_of_one_sign":  # where keys are alike, so are roundings of P
         return AT_RISK, f"errors: {side}"
-    return SAFE, ""
+    bits = int(found.get("unrounded_o", 0))
+    return SAFE, f"O is float{bits}, delta reads it unrounded" * bool(bits)
 
 
 def _off(x: str, found: dict[str, float]) -> str:

@@ -150,6 +150,7 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
     - ``factor_X``: f of the best fit X = f exact; ``unfit_X``: ||X - f exact|| / ||exact||; ``factor_over``: |f - 1| of O over what
       rounding to one side explains in this dtype
     - ``default_scale_off``: of "peaked_100", whose scale is 1 / sqrt(D): how far O is from that of a call without a scale, relative
+    - ``unrounded_o``: bits of a number of O where q has fewer, else 0
     - ``layout_off``: where O has nothing to do with the right one, its error if all tensors are [B, T, H, D]
     - ``eager_X``: the error that X has where S is rounded to the dtype of q, before or after its scale, or q times the scale is,
       whichever has its O nearest; ``eager_scales_q``: 1 where it is the last, or 0; ``from_eager_o``: how far O is from that O, over
@@ -175,6 +176,8 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
     # Products of 16-bit numbers are often exact in plain attention: it is held to no less than FP32's rounding of the largest logit, as
     # kernels that use exp2 have. In BF16 the rounding of P is larger.
     measures = {"largest_logit": _largest_logit(p)}
+    bits, of_q = (8 * x.element_size() for x in (found[0], p.q))
+    measures["unrounded_o"] = float(bits * (bits > of_q))
     least = 2.0**-24 * (1 if p.q.dtype == torch.bfloat16 else max(1.0, measures["largest_logit"]))
     for x, a, b, e, size in zip(NAMES, found, base, expected, sizes, strict=True):
         if not bool(a.isfinite().all()):

@@ -146,7 +146,7 @@ class Report:
             sums = [case.measures["rows"] for case in safe if "rows" in case.measures]
             most = f", rows of dS {max(sums):.1e} or less (limit {judge.ROWS_AT_RISK:.1e})" if sums else ""
             lines.append(f"safe{most}: {', '.join(case.name for case in safe)}")
-        lines += [f"note: {case.reason}" for case in safe if case.reason]
+        lines += dict.fromkeys(f"note: {case.reason}" for case in safe if case.reason)
         lines += [
             f"{case.name}: largest logit {logit:.3g}: safe says nothing here, as kernels that fail are, too; take the layer that grows"
             for case in safe
