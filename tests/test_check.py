@@ -1330,6 +1330,12 @@ def test_quick_finds_leaks_within_a_tile_and_gradients_of_keys_that_are_added_in
     assert [case.verdict for case in report.cases if case.name == name] == [verdict]
 
 
+def test_a_quick_run_says_what_a_full_one_has_beside() -> None:
+    text = check_attention(tiled(), device="cpu", shape=SMALL, classes="quick").text()
+    others = [name for name in reasons() if name not in QUICK]
+    assert ", ".join(["\nnote: not tried with --quick: a longer T", *others]) + "\n" in text
+
+
 def interrupted(*call: Any) -> Tensor:
     raise KeyboardInterrupt
 

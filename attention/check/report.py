@@ -147,6 +147,11 @@ class Report:
             most = f", rows of dS {max(sums):.1e} or less (limit {judge.ROWS_AT_RISK:.1e})" if sums else ""
             lines.append(f"safe{most}: {', '.join(case.name for case in safe)}")
         lines += dict.fromkeys(f"note: {case.reason}" for case in safe if case.reason)
+        there = {*(case.name for case in self.cases), *self.not_tried}
+        if self.verdict == judge.SAFE and there == {*QUICK}:
+            lines.append(
+                f"note: not tried with --quick: a longer T, {', '.join(x for x in KNOWN_CLASSES if x not in there)}"
+            )
         lines += [
             f"{case.name}: largest logit {logit:.3g}: safe says nothing here, as kernels that fail are, too; take the layer that grows"
             for case in safe
