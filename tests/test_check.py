@@ -1111,6 +1111,9 @@ def heads_alike(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> 
     return plain(q, k, v, causal, scale)
 
 
+RAISES = heads_alike.__code__.co_firstlineno + 2
+
+
 def crashes_with_groups(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
     if k.shape != q.shape:
         raise RuntimeError("an illegal memory access")
@@ -1247,7 +1250,7 @@ def test_a_kernel_without_grouped_heads_can_exit_with_0(
     assert main([f"{__name__}:heads_alike", "--device", "cpu", "--T", "64", *classes, *options]) == code
     told = capsys.readouterr().out
     assert f"{'; left out: grouped' * (code == 0)} (1 of {len(reasons())} classes tried)" in told
-    reason = "NotImplementedError: no grouped heads (k and v have 3 heads, q 9)"
+    reason = f"NotImplementedError: no grouped heads (test_check.py:{RAISES}) (k and v have 3 heads, q 9)"
     row = f"\nunverified:\n  grouped (H 9 G 3): {reason}\n"
     assert (row in told) == ("--without grouped\n" in told) == (code == 3)
 
@@ -1390,7 +1393,7 @@ def test_the_table_says_why_a_kernel_is_unverified() -> None:
         raise ValueError("heads: expected 8 | 16")
 
     report = check_attention(raises, device="cpu", shape=SMALL, classes="gaussian")
-    assert "| unverified: ValueError: heads: expected 8 \\| 16 |" in table([report])
+    assert "| unverified: ValueError: heads: expected 8 \\| 16 (test_check.py:" in table([report])
 
 
 def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Attention kernels by name, each as one call ``(q, k, v, causal, scale, mask=None) -> o`` on [B, H, T, D]."""
 
+import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -7,6 +8,7 @@ import inspect
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -212,6 +214,21 @@ def told(error: BaseException) -> str:
         message = f"its message raises {type(second).__name__}"
     line = ": ".join((*map(str, getattr(error, "__notes__", ())), type(error).__name__, message))
     return "".join(x if x.isprintable() else "?" for x in " ".join(line.split())[:250])
+
+
+# The second last is that of frames without a file, the last that of a decorator that torch's kernels here have.
+_NOT_FOREIGN = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
+    "<",
+    contextlib.__file__,
+)
+
+
+def place(error: BaseException) -> str:
+    """Where a foreign kernel raised, as " (mykernels.py:41)": the innermost line that is not this package's or torch's, or ""."""
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(_NOT_FOREIGN)]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def _torchs(backend: SDPBackend) -> Call:

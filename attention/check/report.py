@@ -19,7 +19,7 @@ from ..user_error import invalid
 from ..watching.log import strict
 from . import judge, measures
 from .classes import CLASSES, PACKAGED_DIM, Shape, captured, even, make, require_shape, shape_of
-from .kernels import Kernel, find, first_calls, identity, told, versions
+from .kernels import Kernel, find, first_calls, identity, place, told, versions
 
 SCHEMA = 8
 """Version of the JSON report. It rises when a field changes its name, position or meaning."""
@@ -445,7 +445,7 @@ def _case(
     except (Exception, SystemExit) as error:  # whatever a foreign kernel raises: it could not be looked at
         if name in may_raise and isinstance(error, NotImplementedError):
             raise measures.OutOfRangeError(f"it is not for this: {told(error)}") from None
-        return Case(name, used, judge.UNVERIFIED, told(error), {})
+        return Case(name, used, judge.UNVERIFIED, f"{told(error)}{place(error)}", {})
     return Case(name, used, *judge.judge(name, found), found)
 
 
