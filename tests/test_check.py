@@ -1433,7 +1433,7 @@ def test_what_is_wrong_is_told_before_what_is_at_risk_and_what_to_mend_and_what_
 
 def test_inputs_of_ones_own_are_not_counted_among_the_classes(tmp_path: Path) -> None:
     make("peaked_1000", SMALL, torch.bfloat16, CPU).save(file := tmp_path / "x.zip")
-    assert check_attention("torch:math", device="cpu", classes=str(file)).text().startswith("verdict: safe (0 of ")
+    assert check_attention("torch:math", device="cpu", classes=str(file)).text().startswith("verdict: safe (1 file)\n")
 
 
 def test_a_layout_that_is_mixed_up_is_told_before_what_follows_from_it() -> None:

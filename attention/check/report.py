@@ -132,6 +132,8 @@ class Report:
             return f"verdict: {self.headline}\n{about}"
         tried = sum(case.name in KNOWN_CLASSES for case in judged)
         among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried)" if tried < len(KNOWN_CLASSES) else ""
+        if judged and not tried:  # of inputs of one's own alone
+            among = f" ({len(judged)} file{'s' * (len(judged) > 1)})"
         lines = [f"verdict: {self.headline}{among}", about]
 
         def rows(verdict: str) -> list[str]:
