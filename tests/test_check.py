@@ -867,7 +867,7 @@ def test_sums_over_queries_in_16_bits_show_in_causal_attention_alone() -> None:
     options: dict[str, Any] = {"device": "cpu", "shape": shape, "causal": True, "classes": "cancelling_queries"}
     report = check_attention(f"{__name__}:adds_in_bf16_and_is_causal", **options)
     assert re.match(r"errors: dk has .* x plain's, dv has ", report.cases[0].reason)
-    assert re.search(r"\np = .*, causal=True\) has q", report.text())
+    assert re.search(r"\np = .*, causal=True\)  # q", report.text())
     with pytest.raises(UserError, match=r"^classes = 'full': expected another"):
         check_attention("plain", **options | {"classes": ("gaussian", "full")})
 
@@ -930,7 +930,7 @@ def test_captured_inputs_are_a_class(kernel: str, tmp_path: Path) -> None:
     assert report.verdict == ("at risk" if kernel == "flash" else "safe")
     assert report.cases[0].shape == Shape(T=128)
     assert f", bf16, {Shape(T=128)}, " in report.text()
-    assert (f".{Shape(T=128)!r}, torch.bfloat16" in report.text()) == (kernel == "flash")
+    assert (f"check.{Shape(T=128)!r}, torch.bfloat16" in report.text()) == (kernel == "flash")
     assert (f"\nagain: --inputs '{file}'\n" in report.text()) == (kernel == "flash")
 
 
@@ -1402,11 +1402,12 @@ def test_the_failing_class_can_be_made_again_from_the_text_alone(capsys: pytest.
     options = re.search(r"^again: (.*)$", text, re.MULTILINE)
     assert options
     assert main(["flash", "--device", "cpu", "--T", "64", *options[1].split()]) == 1
-    inputs = re.search(r"^p = (.*?) has q, ", text, re.MULTILINE)
+    inputs = re.search(r"^import torch, .*\np = .*", text, re.MULTILINE)
     told = re.search(r"  common_part: delta or P: rows of dS sum to (\S+) of", text)
     assert inputs
     assert told
-    p = eval(inputs[1], {"attention": attention, "torch": torch})
+    exec(inputs[0], names := {})
+    p = names["p"]
     q, k, v = (x.requires_grad_() for x in (p.q, p.k, p.v))
     attention.scaled_dot_product_attention(q, k, v, is_causal=p.causal, scale=p.scale, numerics="flash").backward(p.do)
     rows = (q.grad[..., -1].double().square().mean() / exact(p)[2].square().mean()).sqrt().item()
@@ -1428,7 +1429,10 @@ def test_what_is_wrong_is_told_before_what_is_at_risk_and_what_to_mend_and_what_
         "not tried:",
         "  padding, window: it has no ",
     )
-    assert all(line.startswith(start) for line, start in zip(lines, (*starts, "again: ", "p = "), strict=True)), lines
+    assert all(
+        line.startswith(start)
+        for line, start in zip(lines, (*starts, "again: ", "import torch, ", "p = "), strict=True)
+    ), lines
 
 
 def test_inputs_of_ones_own_are_not_counted_among_the_classes(tmp_path: Path) -> None:
@@ -1442,16 +1446,16 @@ def test_a_layout_that_is_mixed_up_is_told_before_what_follows_from_it() -> None
     assert text.startswith("verdict: wrong: layout, errors, mask (3 of ")
     assert "\nwrong:\n  gaussian: layout: O is right for [batch, length, heads, head dim]" in text
     assert "\nmend:\n  the layout first, then run again: all else may follow from it\n" in text
-    assert 'attention.check.make("gaussian", ' in text
+    assert 'check.make("gaussian", ' in text
 
 
 @pytest.mark.parametrize(
     ("kernel", "name", "options", "told"),
     [
-        (tiled("mask off by one"), "odd_length", {}, " has q, k, v, do (T 109), scale, causal"),
-        (blind_tail, "window", {}, " has q, k, v, do (T 109), scale, causal, mask.visible"),
+        (tiled("mask off by one"), "odd_length", {}, "  # q, k, v, do (T 109), scale, causal"),
+        (blind_tail, "window", {}, "  # q, k, v, do (T 109), scale, causal, mask.visible"),
         # It does not take causal.
-        (no_keys(0, math.nan), "no_keys", {"causal": False}, f'.{SMALL!r}, torch.bfloat16, "cpu") has'),
+        (no_keys(0, math.nan), "no_keys", {"causal": False}, f'.{SMALL!r}, torch.bfloat16, "cpu")  # q'),
     ],
 )
 def test_how_to_see_it_again_names_what_is_not_usual(
@@ -1468,10 +1472,9 @@ def moves_its_o(*call: Any) -> tuple[Tensor, None]:
 
 def test_the_measure_that_failed_can_be_called_again_from_the_text_alone() -> None:
     report = check_attention(f"{__name__}:moves_its_o", device="cpu", shape=SMALL, classes="one_hot")
-    told = re.search(r"^p = (.*) has q, .*; measure: (.*)$", report.text(), re.MULTILINE)
-    assert told
-    p = eval(told[1], {"attention": attention, "torch": torch})
-    assert eval(told[2], {"attention": attention, "kernel": moves_its_o, "p": p}) == report.cases[0].measures
+    *_, how, inputs, measure = report.text().splitlines()
+    exec(f"{how}\n{inputs}\nfound = {measure}", names := {})
+    assert names["found"] == report.cases[0].measures
 
 
 def test_a_function_of_a_script_keeps_its_module() -> None:

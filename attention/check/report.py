@@ -222,13 +222,18 @@ class Report:
         case = next(case for case in self.cases if case.verdict == self.verdict)
         shape = even(inputs_of(case.name), self.shape) if "odd_length" in self.without else told_shape(case, self)
         more = "".join(f", {name}={value}" for name, value in _mode(case.name, self.causal).items())
-        given = f'"{inputs_of(case.name)}", {__package__}.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
+        given = f'"{inputs_of(case.name)}", check.{shape!r}, {DTYPES[self.dtype]}, "{self.device}"{more}'
         masked = ", mask.visible" * (case.name in MASKED)
-        how = f"p = {__package__}.make({given}) has q, k, v, do{_other_sizes(case, shape)}, scale, causal{masked}"
+        lines = [
+            f"again: --{'inputs' if case.name.endswith('.zip') else 'class'} {shlex.quote(case.name)}",
+            f"import torch, {__package__} as check",
+            f"p = check.make({given})  # q, k, v, do{_other_sizes(case, shape)}, scale, causal{masked}",
+        ]
         if case.name in measures.OWN:
-            measure = f"{__package__}.measures.{measures.OWN[case.name].measure.__name__}"
-            how += f"; measure: {measure}({__package__}.kernels.find(kernel).call, p)"
-        return [f"again: --{'inputs' if case.name.endswith('.zip') else 'class'} {shlex.quote(case.name)}", how]
+            kernel = "kernel" if "<" in self.kernel else repr(self.kernel)
+            measure = measures.OWN[case.name].measure.__name__
+            lines.append(f"check.measures.{measure}(check.kernels.find({kernel}).call, p)")
+        return lines
 
 
 def inputs_of(name: str) -> str:
