@@ -32,7 +32,7 @@ from attention.check.__main__ import main
 from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
-from attention.check.judge import CURES, FEWER_BITS, HIDDEN_DELTA, added, judge
+from attention.check.judge import CURES, FACTOR, FEWER_BITS, HIDDEN_DELTA, added, judge
 from attention.check.kernels import KNOWN, first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import DECISIVE, MASKED, QUICK, csv_of, environment, reasons, table
@@ -663,7 +663,7 @@ def without_a_maximum(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: floa
         (
             spoiled(lambda _, __, dq, *g: (dq * 1.01, *g)),
             "peaked_1000",
-            "dq: a factor is wrong, such as that of scale or ln 2",
+            FACTOR,
         ),
         (without_a_maximum, "peaked_1000", "exp: subtract the row maximum before it"),
     ],

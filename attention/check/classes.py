@@ -235,10 +235,7 @@ CLASSES: dict[str, InputClass] = {
     "values_of_one_sign": InputClass(
         "the bias of O's rounding adds up (arXiv 2510.04212)", lambda x, _: [x[0], x[1], -x[2].abs() - 1, x[3]]
     ),
-    "peaked_100": InputClass(
-        "largest logit 100: where stable runs end (experiments/matched_pairs); without the argument, is scale 1 / sqrt(head dim)?",
-        _peaked(100),
-    ),
+    "peaked_100": InputClass("largest logit 100: where stable runs end (experiments/matched_pairs); and the default scale", _peaked(100)),
     "peaked_1000": InputClass("largest logit 1,000: growth has begun (docs/results.md)", _peaked(1000)),
     "ties": InputClass("each key returns 32 times or more: row maxima repeat, P_bar is 1 more than once (arXiv 2510.04212)", _ties),
     "equal_keys": InputClass(

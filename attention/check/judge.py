@@ -6,7 +6,6 @@ kernels ``rows``, at its largest, is 9.7e-4 or less or 5.5e-3 or more on a CPU; 
 """
 
 import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -158,8 +157,7 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
         return AT_RISK, f"errors: {ratios}{f'; {side}' * tells}"
     if biased and name == "values_of_one_sign":  # where keys are alike, so are roundings of P
         return AT_RISK, f"errors: {side}"
-    bits = int(found.get("unrounded_o", 0))
-    return SAFE, f"O is float{bits}, delta reads it unrounded" * bool(bits)
+    return SAFE, f"O is float{found['unrounded_o']:.0f}, delta reads it unrounded" if found.get("unrounded_o") else ""
 
 
 def _off(x: str, found: dict[str, float]) -> str:
@@ -202,22 +200,13 @@ CURES = {
     "rounded to one side": "O: round P and O to nearest, ties to even",
 }
 """Advice by a part of a reason, where we know any (docs/results.md)."""
-SCALE_IGNORED = "scale: the argument is probably ignored"
-SUBTRACT_MAXIMUM = "exp: subtract the row maximum before it"
-EXP_OVERFLOWS, S_OVERFLOWS = 88.0, 5000.0
-"""Logits from which exp is infinite in FP32, and QK^T may be in FP16."""
+FACTOR = "errors: a factor is wrong, such as that of scale or ln 2"
 HIDDEN_DELTA = f"dS: delta is probably off, and hidden in the sums of rows: {_DELTA}"
 """Advice on dS, unless what is wrong, delta or P, scores, or a scale error, beside it explain it."""
 FEWER_BITS = (
     "errors: if P or an operand has 8 bits these are usual, as limits here are those of 16 bits: then mend the rest, and train beside "
     "a control"
 )
-
-
-def with_factor(reasons: Iterable[str]) -> list[str]:
-    """The gradients that a factor explains."""
-    pattern = r"(d[qkv]) (?:is off|has)[^,;]* x the exact one"
-    return list(dict.fromkeys(x for reason in reasons for x in re.findall(pattern, reason)))
 
 
 def has_fewer_bits(found: dict[str, float]) -> bool:
@@ -254,8 +243,8 @@ def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float] | None
             coarse and gaussian and all(2 * gaussian.get(f"ratio_{x}", math.inf) <= found[f"ratio_{x}"] for x in coarse)
         ):
             advice.append(f"the kernel probably adds {sums}: add in FP32")
-    coarse_alone = ([x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK] for found in errors.values())
-    if is_open and ["dq"] in coarse_alone and not any(_fit("dq", found) for found in errors.values()):
-        whether = "whether the kernel adds dq in 16 bits between tiles of keys"
-        advice.append(f"run --class cancelling_tiles --class gaussian: they tell {whether}")
+    if is_open and ["dq"] in ([x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK] for found in errors.values()):
+        advice.append(
+            "run --class cancelling_tiles --class gaussian: they tell whether the kernel adds dq in 16 bits between tiles"
+        )
     return advice

@@ -216,18 +216,11 @@ def told(error: BaseException) -> str:
     return "".join(x if x.isprintable() else "?" for x in " ".join(line.split())[:250])
 
 
-# The second last is that of frames without a file, the last that of a decorator that torch's kernels here have.
-_NOT_FOREIGN = (
-    f"{Path(__file__).parents[1]}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
-    "<",
-    contextlib.__file__,
-)
-
-
 def place(error: BaseException) -> str:
     """Where a foreign kernel raised, as " (mykernels.py:41)": the innermost line that is not this package's or torch's, or ""."""
-    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(_NOT_FOREIGN)]
+    # The last two: a decorator that torch's kernels have here, and code without a file.
+    ours = str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__, "<"
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(ours)]
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 

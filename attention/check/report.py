@@ -80,15 +80,14 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        seen = [case.verdict for case in self.cases]
-        return judge.worst([*seen, judge.UNVERIFIED] if self.is_unseen or not seen else seen)
+        unseen = [judge.UNVERIFIED] * (self.is_unseen or not self.cases)
+        return judge.worst([*unseen, *(case.verdict for case in self.cases)])
 
     @property
     def is_unseen(self) -> bool:
         """Whether none of ``DECISIVE`` was judged, though not only other classes were asked for."""
-        judged = {case.name for case in self.cases if case.verdict != judge.UNVERIFIED}
-        tried = {*self.not_tried, *(case.name for case in self.cases)}
-        return bool(tried & DECISIVE) and not judged & DECISIVE
+        verdicts = {case.verdict for case in self.cases if case.name in DECISIVE}
+        return bool(verdicts or DECISIVE & {*self.not_tried}) and verdicts <= {judge.UNVERIFIED}
 
     @property
     def found(self) -> dict[str, list[str]]:
@@ -107,11 +106,9 @@ class Report:
         parts = [f"{verdict}: {', '.join(reasons_of(cases))}" for verdict in bad if (cases := self._of(verdict))]
         if self.cases and len(self._of(judge.UNVERIFIED)) == len(self.cases):
             parts = [f"{judge.UNVERIFIED}: {self.cases[0].reason}"]
-        parts += [f"{judge.UNVERIFIED}: none of {', '.join(sorted(DECISIVE))} was judged"] * (
-            self.is_unseen and not parts
-        )
+        why = f": none of {', '.join(sorted(DECISIVE))} was judged" * self.is_unseen
         left = [f"left out: {', '.join(self.left_out)}"] * bool(self.left_out)
-        return "; ".join([*(parts or [self.verdict]), *left])
+        return "; ".join([*(parts or [self.verdict + why]), *left])
 
     def _of(self, verdict: str) -> list[Case]:
         return [case for case in self.cases if case.verdict == verdict]
@@ -132,8 +129,7 @@ class Report:
             return f"verdict: {self.headline}\n{about}"
         tried = sum(case.name in KNOWN_CLASSES for case in judged)
         among = f" ({tried} of {len(KNOWN_CLASSES)} classes tried)" if tried < len(KNOWN_CLASSES) else ""
-        if judged and not tried:  # of inputs of one's own alone
-            among = f" ({len(judged)} file{'s' * (len(judged) > 1)})"
+        among = f" ({len(judged)} file{'s' * (len(judged) > 1)})" if judged and not tried else among
         lines = [f"verdict: {self.headline}{among}", about]
 
         def rows(verdict: str) -> list[str]:
@@ -149,26 +145,21 @@ class Report:
             most = f", rows of dS {max(sums):.1e} or less (limit {judge.ROWS_AT_RISK:.1e})" if sums else ""
             lines.append(f"safe{most}: {', '.join(case.name for case in safe)}")
         lines += dict.fromkeys(f"note: {case.reason}" for case in safe if case.reason)
-        there = {*(case.name for case in self.cases), *self.not_tried}
-        if self.verdict == judge.SAFE and there == {*QUICK}:
-            lines.append(
-                f"note: not tried with --quick: a longer T, {', '.join(x for x in KNOWN_CLASSES if x not in there)}"
-            )
+        if self.verdict == judge.SAFE and {*(case.name for case in self.cases), *self.not_tried} == {*QUICK}:
+            others = ", ".join(name for name in KNOWN_CLASSES if name not in QUICK)
+            lines.append(f"note: not tried with --quick: a longer T, {others}")
         lines += [
             f"{case.name}: largest logit {logit:.3g}: safe says nothing here, as kernels that fail are, too; take the layer that grows"
             for case in safe
             if case.name.endswith(".zip") and (logit := case.measures["largest_logit"]) < TELLING_LOGIT
         ]
         lines += rows(judge.UNVERIFIED)
-        not_for = raised
+        not_for = [] if self.is_unseen else raised  # as of a kernel without a backward pass: what is left tells little
         if self.causal is None:
             tried_full, raised_full = ([case for case in cases if case.name in FULL] for cases in (judged, raised))
-            only_full = judged and all(case.name in NOT_CAUSAL for case in judged)
-            if only_full and {case.name for case in raised} >= DECISIVE:
-                lines.append("if the kernel has no causal mask: --no-causal")
-                not_for = []
-            elif self.is_unseen:  # as of a kernel that has no backward pass: what is left tells little
-                not_for = []
+            if self.is_unseen:
+                only_full = raised and all(case.name in NOT_CAUSAL for case in judged)
+                lines += ["if the kernel has no causal mask: --no-causal"] * bool(only_full)
             elif raised_full or (tried_full and tried_full == self._of(judge.WRONG)):
                 lines.append("if the kernel is for causal attention alone: --causal")
                 not_for = [case for case in raised if case not in raised_full]
@@ -189,19 +180,20 @@ class Report:
         if any(reason.endswith("at any logit") for reason in seen):  # rounding to one side keeps O = V in one-hot rows
             seen = [reason.replace("rounded to one side: ", "scale error: ") for reason in seen]
         mend = [cure for part, cure in judge.CURES.items() if any(part in reason for reason in seen)]
-        explained = self.found.keys() & {"delta or P", "scores"} or judge.CURES["scale error: "] in mend
+        scale = judge.CURES["scale error: "]
+        if scale not in mend and any("x the exact one)" in reason for reason in seen):
+            mend.append(judge.FACTOR)
+        explained = self.found.keys() & {"delta or P", "scores"} or {scale, judge.FACTOR} & {*mend}
         if "dS" in self.found and self.verdict != judge.WRONG and not explained:
             mend.append(judge.HIDDEN_DELTA)
-        if [case.name for case in judged if case.verdict == judge.WRONG] == ["scale"] and len(judged) > 1:
-            mend.append(judge.SCALE_IGNORED)
-        elif judge.CURES["scale error: "] not in mend and (names := judge.with_factor(seen)):
-            mend.append(f"{', '.join(names)}: a factor is wrong, such as that of scale or ln 2")
+        if [case.name for case in judged if case.verdict == judge.WRONG] == ["scale"] != [case.name for case in judged]:
+            mend.append("scale: the argument is probably ignored")
         endless = [case.measures["largest_logit"] for case in judged if case.reason.startswith("not finite: o")]
-        if endless and judge.EXP_OVERFLOWS < min(endless) < judge.S_OVERFLOWS:
-            mend.append(judge.SUBTRACT_MAXIMUM)
+        if 88 < min(endless, default=0) < 5000:  # exp is infinite in FP32; in FP16 a larger S may be
+            mend.append("exp: subtract the row maximum before it")
         errors = {case.name: case.measures for case in judged if case.name in self.found.get("errors", [])}
         gaussian = next((case.measures for case in judged if case.name == "gaussian"), None)
-        is_open = not explained and all(case.name != "cancelling_tiles" for case in judged)
+        is_open = not explained and "cancelling_tiles" not in [case.name for case in judged]
         mend += [f"errors: {x}" for x in judge.added(errors, gaussian, is_open)]
         if gaussian and "gaussian" in errors and judge.has_fewer_bits(gaussian):
             mend.append(judge.FEWER_BITS)
@@ -231,8 +223,9 @@ class Report:
         ]
         if case.name in measures.OWN:
             kernel = "kernel" if "<" in self.kernel else repr(self.kernel)
-            measure = measures.OWN[case.name].measure.__name__
-            lines.append(f"check.measures.{measure}(check.kernels.find({kernel}).call, p)")
+            lines.append(
+                f"check.measures.{measures.OWN[case.name].measure.__name__}(check.kernels.find({kernel}).call, p)"
+            )
         return lines
 
 
@@ -345,8 +338,7 @@ def check_attention(
             others of that length have an even one.
         causal: True for a kernel of causal attention alone: "full" is left out, the other classes are causal. False for one without a
             causal mask: classes have none, and those that are of one are not tried. Nor are files of the other kind.
-        shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024, and half of
-            that for "quick".
+        shape: sizes; on a CPU B 2, H 4, G 4, T 256, D 64 unless given, on a GPU T 1,024; T half as large for "quick".
         progress: told the name of each class before it runs.
 
     Raises ``UserError`` for unknown names, small shapes and what ``kernels.find`` refuses. What a kernel raises makes a case unverified.
