@@ -887,11 +887,12 @@ def test_a_kernel_that_ignores_what_is_not_causal_is_told_how_to_be_tried() -> N
     assert "\nif the kernel is for causal attention alone: --causal\n" in report.text()
 
 
-def test_a_kernel_without_a_backward_pass_is_not_made_safe_by_leaving_classes_out() -> None:
+@pytest.mark.parametrize("causal", [None, True])
+def test_a_kernel_without_a_backward_pass_is_not_made_safe_by_leaving_classes_out(causal: bool | None) -> None:
     def refuses(*_: Any) -> Any:
         raise NotImplementedError("backward")
 
-    options: dict[str, Any] = {"device": "cpu", "shape": SMALL}
+    options: dict[str, Any] = {"device": "cpu", "shape": SMALL, "causal": causal}
     report = check_attention(spoiled(refuses), **options)
     assert re.findall("^if the kernel .*", report.text(), re.MULTILINE) == []
     with pytest.raises(AssertionError, match=r"^verdict: unverified: none of common_part, .* was judged; left out: "):

@@ -12,16 +12,7 @@ from ..user_error import OneLineParser, UserError, command_line
 from . import judge
 from .classes import Shape, require_shape
 from .kernels import KNOWN, TRIED, find
-from .report import (
-    DTYPES,
-    LENGTHS,
-    Report,
-    check_attention,
-    csv_of,
-    device_of,
-    reasons,
-    table,
-)
+from .report import DTYPES, LENGTHS, Report, check_attention, csv_of, device_of, reasons, table
 
 EXIT_CODES = {judge.SAFE: 0, judge.AT_RISK: 1, judge.WRONG: 1, judge.UNVERIFIED: 3}
 

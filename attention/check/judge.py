@@ -86,11 +86,8 @@ def judge(name: str, found: dict[str, Any]) -> tuple[str, str]:
                 return WRONG, f"float mask: an additive mask in {given} gives another {what}"
         return SAFE, ""
     if name == "last_key":
-        return (
-            (WRONG, "last key: it has too little weight in an odd length")
-            if not found["missed"] < SIZE_WRONG
-            else (SAFE, "")
-        )
+        weak = "last key: it has too little weight in an odd length"
+        return (SAFE, "") if found["missed"] < SIZE_WRONG else (WRONG, weak)
     if name == "no_keys":
         spread = found["dead"] and math.isinf(found["gradients_off"])  # as eager attention's, which a run shows at once
         if not found["o_off"] < SIZE_WRONG or not (spread or found["gradients_off"] < SIZE_WRONG):
@@ -133,11 +130,9 @@ def _accuracy(name: str, found: dict[str, float]) -> tuple[str, str]:
         # In a dQ that is itself wrong rows of dS cannot be read.
         tells = "dq" not in wrong and ROWS_AT_RISK < found["rows"] < math.inf
         return WRONG, f"errors: {', '.join(seen)}{f'; delta or P: {rows}' * tells}"
-    if not found.get("default_scale_off", 0) < SIZE_WRONG:
-        return (
-            WRONG,
-            f"scale: without the argument O is off by {found['default_scale_off']:.1e}: expected 1 / sqrt(head dim)",
-        )
+    default = found.get("default_scale_off", 0)
+    if not default < SIZE_WRONG:
+        return WRONG, f"scale: without the argument O is off by {default:.1e}: expected 1 / sqrt(head dim)"
     if scores:
         what = "q times its scale" if found.get("eager_scales_q") else "S"
         return AT_RISK, f"scores: O is off by {found['error_o']:.1e}, as where {what} is rounded to 16 bits"
@@ -168,9 +163,8 @@ def _off(x: str, found: dict[str, float]) -> str:
     fit = _fit(x, found)
     if size <= SIZE_WRONG < row and not fit:
         return f"a row of {x} is off by {_share(row)} its size without cancellation"
-    return f"{x} is off by " + (
-        f"{_share(error)} its size{fit}" if error < 100 else f"{_share(size)} its size without cancellation"
-    )
+    seen = f"{_share(error)} its size{fit}" if error < 100 else f"{_share(size)} its size without cancellation"
+    return f"{x} is off by {seen}"
 
 
 def _share(x: float) -> str:
@@ -244,7 +238,5 @@ def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float] | None
         ):
             advice.append(f"the kernel probably adds {sums}: add in FP32")
     if is_open and ["dq"] in ([x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK] for found in errors.values()):
-        advice.append(
-            "run --class cancelling_tiles --class gaussian: they tell whether the kernel adds dq in 16 bits between tiles"
-        )
+        advice.append("run --class cancelling_tiles --class gaussian: they tell whether the kernel adds dq in 16 bits")
     return advice

@@ -223,9 +223,8 @@ class Report:
         ]
         if case.name in measures.OWN:
             kernel = "kernel" if "<" in self.kernel else repr(self.kernel)
-            lines.append(
-                f"check.measures.{measures.OWN[case.name].measure.__name__}(check.kernels.find({kernel}).call, p)"
-            )
+            measure = measures.OWN[case.name].measure.__name__
+            lines.append(f"check.measures.{measure}(check.kernels.find({kernel}).call, p)")
         return lines
 
 
