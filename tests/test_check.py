@@ -1767,3 +1767,17 @@ def test_flash_attention_4_is_found_in_a_folder_of_the_path(tmp_path: Path) -> N
 def test_a_report_of_a_checkout_does_not_name_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.check.report.versions", lambda *_: ["low-precision-attention 0.1"])
     assert environment(torch.device("cpu"))["check"] == "check of a checkout"
+
+
+def test_apply_of_an_autograd_function_is_called_by_the_parameters_of_its_forward_pass() -> None:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+            return _Tiled.forward(ctx, q, k, v, causal, scale, "")
+
+        @staticmethod
+        def backward(ctx: Any, do: Tensor) -> Any:
+            return _Tiled.backward(ctx, do)[:5]
+
+    classes = ["gaussian", "common_part", "mask_edges"]
+    assert check_attention(Function.apply, device="cpu", shape=SMALL, classes=classes).verdict == "safe"

@@ -177,11 +177,15 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
 
 
 def _forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What names the parameters: wrappers of a module take ``*args``."""
+    """What names the parameters: wrappers of a module and ``apply`` of an autograd Function take ``*args``."""
     if isinstance(function, partial):
         return partial(_forward(function.func), *function.args, **function.keywords)
     if isinstance(function, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         return _forward(function.module)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):  # its apply
+        takes_context = owner.setup_context is torch.autograd.Function.setup_context
+        return partial(owner.forward, None) if takes_context else owner.forward
     module = getattr(function, "_orig_mod", function)  # of torch.compile
     if module is not function:
         return _forward(module)
