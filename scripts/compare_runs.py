@@ -453,13 +453,15 @@ def in_words(where: Sequence[tuple[int, int]], heads: Sequence[tuple[int, int]])
 def where_bits_part(first: Run, run: Run) -> tuple[float, str]:
     """In words, the first step and ``PARTED_TOLD`` of what is not the same bits there, of all that both runs logged; before it the first
     step where training parts (infinity: none), which validation on other sequences does not."""
-    if first.column("train_loss").index.intersection(run.column("train_loss").index).empty:
+    common = first.column("train_loss").index.intersection(run.column("train_loss").index)
+    if common.empty:
         return math.inf, "no step in common"
     names = ["train_loss", "grad_norm", "val_loss", *(name for name in first.probes if name in run.probes)]
     found = {name: curves.first_difference(first.column(name), run.column(name)) for name in names}
     parted = {name: step for name, step in found.items() if step is not None}
     if not parted:
-        return math.inf, "the same bits in every loss, gradient norm and probe that both logged"
+        steps = f"{len(common)} step{'s' if len(common) > 1 else ''}, to {common.max()}"
+        return math.inf, f"the same bits in every loss, gradient norm and probe that both logged ({steps})"
     step = min(parted.values())
     odd = [name for name in parted if parted[name] == step]
     more = f" and {len(odd) - PARTED_TOLD} more" if len(odd) > PARTED_TOLD else ""

@@ -64,7 +64,7 @@ def told(capsys: pytest.CaptureFixture[str], *folders: Path) -> str:
 ALL, ONE, REST = {"0": [0, 1], "1": [0, 1]}, {"0": [0]}, {"0": [1], "1": [0, 1]}
 ODD = f"delta x -> y, {', '.join(f's{i:02} x -> y' for i in range(11))} and 2 more"
 FAILING = {"losses": [3.0, 2.0, 2.0, 4.0, 4.0, 5.0], "digests": "d"}
-NO_SETTING = "the same bits in every loss, gradient norm and probe that both logged; no setting differs"
+NO_SETTING = "the same bits in every loss, gradient norm and probe that both logged (6 steps, to 5); no setting differs"
 
 
 def with_sites(value: str, preset: str, *heads: Any, backend: str = "flash") -> dict[str, Any]:
@@ -94,6 +94,7 @@ TOLD: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"record": {"device": {"processes": n}}} for n in (1, 2)],
         f"b against a: {NO_SETTING}; environment: device.processes: 1 -> 2.",
     ),
+    "one step in common": ([{}, {"losses": [2.0]}], "b against a: " + NO_SETTING.replace("6 steps, to 5", "1 step, to 0")),
     "no step in common": ([{}, {"first": 10}], "b against a: no step in common"),
     "short, whatever the last step's number": ([{"losses": [2.0] * 2, "first": 10}], "| stable to 11 (too short to tell) |"),
     "a branch from the best loss before it": (
