@@ -1,6 +1,7 @@
 """What a run measures and writes: JSON lines that survive kills and NaN, W&B, validation, source digest, peak of the GPU."""
 
 import contextlib
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_runs import tiny_model
+from tiny_runs import ROOT, tiny_model
 from torch import Tensor
 from torch.nn import functional
 
@@ -70,7 +71,7 @@ def test_wandb_has_numbers_by_step_and_a_resumed_run_keeps_its_id(tmp_path: Path
 
 
 SOURCES = ("train.py", "attention/plan.py", "data/text/words.py")
-OTHERS = ("runs/a/x.py", ".venv/x.py", "tests/x.py", "attention/notes.md", "data/tokens/a/train.bin")
+OTHERS = ("my_kernels.py", "runs/a/x.py", ".venv/x.py", "tests/x.py", "attention/notes.md", "data/tokens/a/train.bin")
 
 
 @pytest.mark.parametrize("name", [*SOURCES, *OTHERS])
@@ -81,6 +82,11 @@ def test_a_changed_source_of_the_project_changes_the_digest_and_nothing_else_doe
         (tmp_path / changed).write_text("# one" if len(digests) < 3 else "# other")
         digests.append(record.source_sha256(tmp_path))
     assert (digests[3] != digests[2]) == (name in SOURCES)
+
+
+def test_the_digest_knows_every_file_in_the_root() -> None:
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    assert {name for name in checked if name.endswith(".py")} == {*record._ROOT_FILES}
 
 
 @pytest.mark.parametrize(

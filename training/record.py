@@ -47,6 +47,7 @@ SUM_ORDER = "precision.fixed_sum_order"
 _BEFORE_THE_FIELD = {SUM_ORDER: False}
 """What a record without it stands for, where that is not today's default."""
 _ROOT = Path(__file__).resolve().parent.parent
+_ROOT_FILES = ("train.py", "config.py", "errors.py", "files.py", "model.py")
 _CODE = ("attention", "training", "data", "probes", "fused", "scripts")
 
 
@@ -85,8 +86,11 @@ def _products() -> str:
 
 
 def source_sha256(root: Path) -> str:
-    """SHA-256 over the Python sources of the checkout ``root``, its own files and those of its packages: path, length, bytes of each."""
-    paths = [*root.glob("*.py"), *(path for package in _CODE for path in (root / package).rglob("*.py"))]
+    """SHA-256 over the Python sources of the checkout ``root``, its own files and those of its packages: path, length, bytes of each.
+
+    Not over other files in ``root``: a user may keep a kernel or a script there. Of ``_ROOT_FILES`` an earlier commit may lack some.
+    """
+    paths = [*filter(Path.exists, map(root.joinpath, _ROOT_FILES)), *(path for package in _CODE for path in (root / package).rglob("*.py"))]
     digest = hashlib.sha256()
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         content = path.read_bytes()
