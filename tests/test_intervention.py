@@ -13,7 +13,7 @@ from tiny_runs import Place, column, lines, make_data, optimizer, preset, tiny_m
 from attention import AttentionConfig, AttentionRule, AttentionSpec
 from attention.plan import switched
 from errors import UserError
-from training.intervention import AlarmConfig, Switch, parse_switch, plans_at
+from training.intervention import AlarmConfig, Interventions, Switch, parse_switch, plans_at
 
 BF16 = {"precision.dtype": "bfloat16"}
 
@@ -95,6 +95,12 @@ def test_a_switch_at_the_end_acts_on_what_is_measured_there_alone_and_says_so(
     before, after = (column(run, "val_loss") for run in runs)
     assert (before[:-1] == after[:-1], before[-1] != after[-1]) == (True, True)
     assert weights(runs[0], 4) == weights(runs[1], 4)
+
+
+def test_a_switch_to_the_attention_that_a_layer_has_is_told() -> None:
+    switches = [Switch(5, 0, "flash"), Switch(5, 1, "standard"), Switch(7, 1, "standard"), Switch(9, 1, "flash")]
+    found = Interventions(preset("flash").resolve(2, 2), switches, lambda plans: None, None)
+    assert found.idle == ["5:0:flash", "7:1:standard"]
 
 
 # ---- compiled

@@ -7,6 +7,7 @@ Which plan a layer has is a pure function of the step: the config's plan, and ev
 made are in every checkpoint, and all in the run's config.json.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -118,6 +119,8 @@ class Interventions:
     ):
         self.base, self._switches, step = base, made_by(start) if start else [], start.step if start else 0
         before, made = list(self._switches), set(self.options())
+        self.idle: list[str] = []
+        """Switches to come to an attention that the layer then has."""
         for switch in scheduled:
             if switch.option() in made:
                 continue
@@ -130,13 +133,17 @@ class Interventions:
             at = max(switch.step, step)
             until = [other for other in ordered if other.layer == switch.layer and other.step <= at]
             try:
-                check(plans_at(base, until, at))
+                check(plans := plans_at(base, until, at))
             except UserError as error:
                 last = until[-1]
                 if start is None or last.option() not in made:
                     raise UserError(f"alarm.switches = {last.option()!r}: {error}") from error
                 where, again = f"{start.path}: its switch {last.option()}", f"{step}:{last.layer}:PRESET"
                 raise UserError(f"{where} (--alarm.switches {again} takes its place): {error}") from error
+            if switch.step >= step and switch.option() not in made:
+                with contextlib.suppress(UserError):  # it takes the place of one that does not suit the base
+                    if plans == plans_at(base, until[:-1], at):
+                        self.idle.append(switch.option())
         try:
             self.plans = plans_at(base, before, step)
         except UserError:  # one made that does not suit the base: another takes its place at this step

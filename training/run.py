@@ -137,6 +137,8 @@ def open_run(config: TrainConfig, dist: DistContext) -> Run:
                 dist.print0(
                     f"alarm.switches: {switch.option()} acts on no training step: the run ends at {config.run.steps}"
                 )
+        for option in interventions.idle:
+            dist.print0(f"alarm.switches: {option} changes nothing: the layer has that attention already")
         batches = open_data(config, dist, origin, undo)
         if resumes and loaded is None:
             record.check_data(folder, config.data.dataset, batches.identity)
