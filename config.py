@@ -7,6 +7,7 @@ import io
 import itertools
 import re
 import runpy
+import traceback
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -63,7 +64,12 @@ def _exported(path: str, name: str, kind: Any, what: str) -> Any:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # whatever a user's Python file may raise, SystemExit too
-        raise UserError(f"config file = {path!r}: it raises {type(error).__name__}: {error}") from error
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code.co_filename == path]  # none where it does not parse
+        told = f"{type(error).__name__}: {error}" + (f", at {path}:{lines[-1]}" if lines else "")
+        frozen = isinstance(error, dataclasses.FrozenInstanceError)
+        told += "; configs are frozen: dataclasses.replace makes a changed one" if frozen else ""
+        raise UserError(f"config file = {path!r}: it raises {told}") from error
     if not isinstance(exported, kind):
         raise invalid(what, path, f"a Python file that sets `{name}`, of type {kind.__name__}")
     return from_json(kind, dataclasses.asdict(exported), "" if name == "config" else name)

@@ -181,6 +181,19 @@ def test_a_python_files_lists_are_tuples_and_its_choices_are_checked(tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError: .*, at {path}:3$"),
+        ("config.run.steps = 5", "FrozenInstanceError: .*, at {path}:3; configs are frozen: dataclasses.replace .*"),
+    ],
+)
+def test_an_error_of_a_config_file_has_its_line(tmp_path: Path, line: str, said: str) -> None:
+    (path := tmp_path / "mine.py").write_text(f"from configs.debug import config\n\n{line}\n")
+    with pytest.raises(UserError, match="it raises " + said.format(path=path)):
+        load([str(path)])
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"data": {"batch": 1}}, r"^data = 'batch': .*expected one of dataset, sequence_length"),
