@@ -99,7 +99,7 @@ def load(arguments: list[str]) -> TrainConfig:
         config = copy.copy(config)  # another file may have it from the recipe's module
         object.__setattr__(config, "attention", attention)
     config = override(config, rest)
-    _check_bases(config, replaced, typed={argument.partition("=")[0].replace("_", "-") for argument in rest})
+    _check_bases(config, files[-1], replaced, typed={argument.partition("=")[0].replace("_", "-") for argument in rest})
     # A checkpoint's config has to be named again as it was, and a switch may take a preset that reads the site.
     for name, spec in _specs(config).items() if config.run.resume == "no" and not config.alarm.switches else ():
         for site, why in spec.unread().items():
@@ -113,12 +113,12 @@ def _specs(config: TrainConfig) -> dict[str, AttentionSpec]:
     return {"attention.default": config.attention.default} | rules
 
 
-def _check_bases(config: TrainConfig, replaced: list[AttentionSpec], typed: set[str]) -> None:
+def _check_bases(config: TrainConfig, file: str, replaced: list[AttentionSpec], typed: set[str]) -> None:
     """Raise ``UserError`` where a rule or an ablation has lost the base, as neither inherits one: a rule on ``hardware`` beside a default
     on another base; and beside any base that rounds, what rounds nothing in FP32.
 
-    ``replaced``: the recipe's default, if an ablation took its place. Not where the base is among the options ``typed``, nor of
-    ``standard``, a control, or a kernel that rounds in its own way.
+    ``file``: what gives the attention. ``replaced``: the recipe's default, if an ablation took its place. Not where the base is among the
+    options ``typed``, nor of ``standard``, a control, or a kernel that rounds in its own way.
     """
     default = config.attention.default
     specs = _specs(config)
@@ -137,7 +137,14 @@ def _check_bases(config: TrainConfig, replaced: list[AttentionSpec], typed: set[
         names = [name for name in names if lost(specs[name])]
     if names:
         meant = " ".join(f"--{name}.numerics {bases[0]}" for name in names)
-        raise invalid(f"{names[0]}.numerics", "hardware", f"a base, as none is inherited: {meant}; or hardware, typed")
+        nothing = (
+            "hardware, the default, rounds nothing in FP32"
+            if config.precision.dtype == "float32"
+            else "none is inherited"
+        )
+        why = f"a base, as {file} gives none there, and {nothing}"
+        expected = f"{why}: write numerics={bases[0]!r} in it, or type {meant}; or type hardware, if that is meant"
+        raise invalid(f"{names[0]}.numerics", "hardware", expected)
 
 
 def override(config: TrainConfig, arguments: list[str]) -> TrainConfig:

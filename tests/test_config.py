@@ -39,7 +39,8 @@ def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path
     files = [str(path) for path in (recipe, ablation) if path]
     if recipe.stem == "quickstart" and ablation and ablation.stem not in ("tiny_layer_1", "outlier_heads"):
         lost = ("--attention.default.numerics", "--attention.rules.0.attention.numerics")
-        base = "a base, as none is inherited: " + "".join(f"{option} microcosm[ ;]" for option in lost)
+        options = "".join(f"{option} microcosm[ ;]" for option in lost)
+        base = rf"a base, as {ablation} .* rounds nothing in FP32: write numerics='microcosm' in it, or type {options}"
         with pytest.raises(UserError, match=rf"^attention\.default\.numerics = 'hardware': expected {base}"):
             load(files)
         return
