@@ -53,7 +53,11 @@ def test_gradients_and_loss_are_added_in_the_tree(micro_batches: int) -> None:
 
 @pytest.mark.parametrize(
     ("processes", "ways"),
-    [(3, "in a tree; or --precision.no-fixed-sum-order$"), (8, "in a tree$")],  # 8 do not divide the batch, either
+    [
+        (3, "in a tree; or --precision.no-fixed-sum-order$"),
+        (8, "in a tree; or --data.micro-batch 1, which allows 8$"),
+        (16, "in a tree$"),  # they do not divide the batch, either
+    ],
 )
 def test_processes_that_do_not_divide_the_tree_are_refused(processes: int, ways: str) -> None:
     with pytest.raises(UserError, match=rf"number of processes = {processes}: expected 1, 2, 4, as .* {ways}"):

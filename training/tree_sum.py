@@ -21,7 +21,12 @@ def check_processes(config: DataConfig, processes: int) -> None:
     fitting = [2**j for j in range(micro_batches.bit_length()) if micro_batches % 2**j == 0]
     if processes not in fitting:
         why = f"as precision.fixed_sum_order adds {micro_batches} micro-batches a step in a tree"
-        way_out = "" if micro_batches % processes else "; or --precision.no-fixed-sum-order"
+        share, odd = divmod(config.global_batch, processes)
+        if not odd and processes & (processes - 1) == 0:  # a power of two
+            size = max(size for size in range(1, config.micro_batch + 1) if share % size == 0)
+            way_out = f"; or --data.micro-batch {size}, which allows {processes}"
+        else:
+            way_out = "" if micro_batches % processes else "; or --precision.no-fixed-sum-order"
         raise invalid("number of processes", processes, f"{', '.join(map(str, fitting))}, {why}{way_out}")
 
 
