@@ -111,7 +111,7 @@ DRAWN = "_rounding=stochastic"
         (lambda: AttentionSpec(kernel="plain"), "attention kernel = 'plain'"),
         (lambda: AttentionSpec(sites=(3,)), "attention sites = (3,)"),
         (lambda: AttentionSpec(sites=("output",)), "attention sites = 'output'"),
-        (lambda: AttentionSpec(sites=("tile_q=big",)), "attention sites tile_q = 'big'"),
+        (lambda: AttentionSpec(sites=("tile_q=big",)), "attention numerics tile_q = 'big'"),
         (lambda: AttentionSpec(sites=("output=bf16",) * 2), "attention sites = 'output=bf16 output=bf16'"),
         (lambda: AttentionSpec(preset="flash_fp32_pv", sites=(f"probabilities{DRAWN}",)), "attention numerics prob"),
         (lambda: AttentionSpec(sites=("output=fp32", f"output{DRAWN}")), "attention numerics output_rounding"),
