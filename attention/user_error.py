@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
@@ -59,7 +60,8 @@ def invalid(
     word = str(value if typed is None else typed)
     # Words in another order, or without their first one, before what has most letters in common.
     whole = sorted((name for name in names if set(word.split("_")) <= set(name.replace(":", "_").split("_"))), key=len)
-    nearest = whole or get_close_matches(word, names, n=1, cutoff=0.7)  # o_in_delta does not mean delta
+    other = [name for name in names if re.sub(r"\d+", "0", name) != re.sub(r"\d+", "0", word)]  # m23 does not mean m3
+    nearest = whole or get_close_matches(word, other, n=1, cutoff=0.7)  # o_in_delta does not mean delta
     meant = f"did you mean {nearest[0]}? " if nearest and len(names) > 5 else ""
     return UserError(f"{_cut(field, LONGEST_VALUE)} = {_cut(repr(value), LONGEST_VALUE)}: {meant}expected {expected}")
 

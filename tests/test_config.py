@@ -146,6 +146,7 @@ def test_overrides_replace_single_fields() -> None:
         ),
         ("--attention.default.sites tile_k=-3", r"^attention\.default\.sites tile_k = -3: expected a size"),
         ("--attention.default.sites tile_k=m7", r"^attention\.default\.sites tile_k = 'm7': expected a size"),
+        ("--attention.default.sites output=m23", r"^attention\.default\.sites output = 'm23': expected one of"),
         ("--alarm.rule.exponent nan", r"^alarm\.rule\.exponent = nan: expected 0 or a positive number$"),
         (
             "--telemetry.sequences 999",
