@@ -260,7 +260,8 @@ def _open_recording(config: DataConfig) -> Recording:
         options = " ".join(f"--data.{name.replace('_', '-')} {to}" for name, to in odd.items())
         raise UserError(f"{config.replay} was recorded with {recorded}: set {options}")
     if config.seed not in (DataConfig.seed, recording.header.seed):
-        raise invalid("data.seed", config.seed, f"the default with data.replay = {config.replay}, which has its order")
+        own = f"{recording.header.seed}, its own, or {DataConfig.seed}, the default"
+        raise invalid("data.seed", config.seed, f"{own}, with data.replay = {config.replay}, which has its order")
     return recording
 
 
