@@ -10,6 +10,7 @@ Text is UTF-8 for GPT-2's vocabulary, anything for byte tokens; a file with byte
 
 import io
 import lzma
+import math
 import re
 import shlex
 from collections import Counter
@@ -117,10 +118,10 @@ def write_dataset(
     return Prepared(headers={split: writer.header for split, writer in writers.items()}, documents=documents)
 
 
-def _check_both_splits(documents: dict[str, int], val: Path | None) -> None:
+def _check_both_splits(documents: dict[str, int], source: Path, val: Path | None) -> None:
     training = documents["train"]
     if training == 0:
-        raise UserError("the source holds no document for training")
+        raise UserError(f"{source}: holds no document for training")
     if documents["val"]:
         return
     if val:
@@ -129,7 +130,9 @@ def _check_both_splits(documents: dict[str, int], val: Path | None) -> None:
         raise UserError(
             f"one document cannot be split: put lines of {SEPARATOR_LINE.decode()} between, name --val, or give a folder of files"
         )
-    raise UserError(f"none of {training} documents fell to the held-out split: raise --val-fraction or name --val")
+    enough = math.ceil(1000 / training) / 1000
+    few = f"none of {training} documents fell to the held-out split"
+    raise UserError(f"{few}: raise --val-fraction to {enough} or more, or give a file or folder with --val")
 
 
 def text_files(source: Path) -> list[Path]:
@@ -196,7 +199,7 @@ def _batches(
         first, *more = [path for path, found in odd.items() if found[what]]
         where = f"{first} and {len(more)} more" if more else first
         warn(f"{where}: {count} {what}")
-    _check_both_splits(documents, val)
+    _check_both_splits(documents, source, val)
 
 
 def _pieces(paths: list[Path], odd: dict[Path, Counter[str]]) -> Iterator[Piece]:

@@ -312,7 +312,8 @@ def test_any_number_of_threads_writes_the_same(tmp_path, monkeypatch):
         (b"a\n<|endoftext|>\nb\0", "gpt2", r"t.txt: document 2: byte 0"),
         (b"\xff\0", "gpt2", r"t.txt: document 1: byte 0"),
         (b"a" + b" " * 999_999 + b"b", "gpt2", r"t.txt: document 1: a million white"),
-        (b"a\n<|endoftext|>\nb", "bytes", "none of 2 documents fell to the held-out split"),
+        (b"a\n<|endoftext|>\nb", "bytes", "none of 2 documents .* raise --val-fraction to 0.5"),
+        (b"", "bytes", r"t.txt: holds no document for training"),
     ],
 )
 def test_unusable_text_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, content, vocabulary, expected):
