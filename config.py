@@ -43,7 +43,8 @@ def from_json(kind: Any, content: Any, where: str = "") -> Any:
     if isinstance(kind, type) and type(content) is kind:
         return content
     choices = get_args(kind) if get_origin(kind) is Literal else None
-    raise invalid(where, content, choices or f"a value of type {getattr(kind, '__name__', kind)}")
+    example = ", for example (1,)" if kind == tuple[int, ...] else ""
+    raise invalid(where, content, choices or f"a value of type {getattr(kind, '__name__', kind)}{example}")
 
 
 def _exported(path: str, name: str, kind: Any, what: str) -> Any:

@@ -202,6 +202,7 @@ def test_an_error_of_a_config_file_has_its_line(tmp_path: Path, line: str, said:
         ({"data": {"batch": 1}}, r"^data = 'batch': .*expected one of dataset, sequence_length"),
         ({"alarm": None}, r"^alarm = None: expected a value of type AlarmConfig$"),
         ({"data": {"global_batch": "8"}}, r"^data\.global_batch = '8': expected a value of type int$"),
+        ({"attention": {"rules": [{"layers": 1}]}}, r"rules\.0\.layers = 1: .* tuple, for example \(1,\)$"),
         ({"attention": {"rules": [{"layers": ["a"]}]}}, r"^attention\.rules\.0\.layers\.0 = 'a': expected"),
     ],
 )
