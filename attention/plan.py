@@ -108,10 +108,6 @@ class AttentionRule:
     attention: AttentionSpec = field(default_factory=AttentionSpec)
     """The attention that these layers and heads use."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.attention, AttentionSpec):
-            raise invalid("attention of a rule", self.attention, "an AttentionSpec")
-
 
 @dataclass(frozen=True)
 class HeadGroup:
@@ -154,6 +150,9 @@ class AttentionConfig:
             raise invalid("attention.default", self.default, "an AttentionSpec")
         if not isinstance(self.rules, tuple | list) or not all(isinstance(rule, AttentionRule) for rule in self.rules):
             raise invalid("attention.rules", self.rules, "a tuple of AttentionRules, for example (AttentionRule(),)")
+        for index, rule in enumerate(self.rules):
+            if not isinstance(rule.attention, AttentionSpec):
+                raise invalid(f"attention.rules.{index}.attention", rule.attention, "an AttentionSpec")
         if self.flash_backend not in FLASH_BACKENDS:
             raise invalid("attention.flash_backend", self.flash_backend, FLASH_BACKENDS)
 

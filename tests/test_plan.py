@@ -133,7 +133,7 @@ DRAWN = "_rounding=stochastic"
         (lambda: Numerics(row_max_beta=1.0), "attention numerics row_max_beta = 1.0"),
         (lambda: Numerics(row_sum_floor=2.0), "attention numerics row_sum_floor = 2.0"),
         (lambda: Numerics(tile_k=16.5), "attention numerics tile_k = 16.5"),
-        (lambda: AttentionRule(attention="flash"), "attention of a rule = 'flash'"),
+        (lambda: resolved({}, {"attention": "flash"}), "attention.rules.1.attention = 'flash'"),
         (lambda: AttentionConfig(rules=AttentionRule()), "attention.rules = AttentionRule("),
         (lambda: AttentionConfig(rules=("x",)), "attention.rules = ('x',)"),
         (lambda: AttentionConfig(flash_backend="sdpa_math"), "attention.flash_backend = 'sdpa_math'"),
