@@ -148,11 +148,11 @@ PRESETS: dict[str, Preset] = {
     ),
     "flash_untiled": _flash("is tiling the cause?", tile_q=0, tile_k=0),
     "flash_stable": _flash(
-        "Algorithm 3, later version, for base `published`, else NaN",
+        "Algorithm 3, later version, for base `published`: in others a row whose maximum is tied and above about 90 or below -90 is NaN",
         _stable(row_max="stabilized", row_max_beta=2.0, row_max_tolerance=1e-3),
     ),
     "flash_stable_exact_ties": _flash(
-        "Algorithm 3, first version, for base `published`, else NaN",
+        "Algorithm 3, first version, for base `published`: in others a row whose maximum is tied and above about 15 or below -90 is NaN",
         _stable(row_max="stabilized", row_max_beta=7.0, row_max_tolerance=0.0),
     ),
     "flash_stable_safe": _flash(
