@@ -27,6 +27,14 @@ def make(folder: Path, mode: Any = "disabled") -> Metrics:
     return Metrics(folder, start_wandb(folder, WandbConfig(mode=mode), record))
 
 
+def test_a_mode_in_the_environment_that_wandb_mode_is_not_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    make(tmp_path)
+    assert capsys.readouterr().err == "warning: WANDB_MODE = offline is not read: wandb.mode is disabled\n"
+
+
 def test_a_broken_wandb_does_not_end_the_run(tmp_path: Path) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ConnectionError("gone")

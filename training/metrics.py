@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import files
 from attention.watching.log import loose, strict
-from errors import UserError, invalid, on_disk
+from errors import UserError, invalid, on_disk, warn
 
 METRICS_FILE = "metrics.jsonl"
 WandbMode = Literal["disabled", "offline", "online"]
@@ -43,7 +43,8 @@ class WandbConfig:
     """Weights & Biases, beside the JSON lines that every run writes."""
 
     mode: WandbMode = "disabled"
-    """offline writes a run into the run's folder, for `wandb sync` later; online sends it as it goes (needs an account)"""
+    """offline writes a run into the run's folder, for `wandb sync` later (after kill -9 it may lack last lines, metrics.jsonl does not);
+    online sends it as it goes (needs an account). WANDB_MODE in the environment is not read"""
     project: str = "low-precision-attention"
     """project the run is filed under"""
 
@@ -175,6 +176,8 @@ def start_wandb(folder: Path, config: WandbConfig, record: dict[str, Any]) -> An
     ``record``: its config.json. A resumed run goes on under its ``run_id``; runs of one recording are a group.
     Raises ``UserError``: W&B is missing or cannot start.
     """
+    if (mode := os.environ.get("WANDB_MODE") or config.mode) != config.mode:
+        warn(f"WANDB_MODE = {mode} is not read: wandb.mode is {config.mode}")
     if config.mode == "disabled":
         return None
     try:

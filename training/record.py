@@ -90,7 +90,10 @@ def source_sha256(root: Path) -> str:
 
     Not over other files in ``root``: a user may keep a kernel or a script there. Of ``_ROOT_FILES`` an earlier commit may lack some.
     """
-    paths = [*filter(Path.exists, map(root.joinpath, _ROOT_FILES)), *(path for package in _CODE for path in (root / package).rglob("*.py"))]
+    paths = [
+        *filter(Path.exists, map(root.joinpath, _ROOT_FILES)),
+        *(path for package in _CODE for path in (root / package).rglob("*.py")),
+    ]
     digest = hashlib.sha256()
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         content = path.read_bytes()
