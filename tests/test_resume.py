@@ -106,7 +106,7 @@ def test_auto_starts_a_new_run_and_leaves_a_finished_one(place: Place, capsys: p
     run = place.train("fresh", AUTO)
     before = left(run)
     assert left(place.train("fresh", AUTO)) == before
-    assert "finished, at step 20 of as many: a larger --run.steps goes on from there\n" in capsys.readouterr().out
+    assert "finished: 20 of 20 steps; a larger --run.steps goes on\n" in capsys.readouterr().out
 
 
 def test_a_branch_that_ended_where_it_began_goes_on(place: Place) -> None:

@@ -328,7 +328,7 @@ def open_folder(
     if origin.resumes and loaded is None:
         dist.print0(f"{folder}: no checkpoint yet; starting from step {origin.step}")
     elif loaded is not None and loaded.step == config.run.steps:
-        dist.print0(f"{folder}: finished, at step {loaded.step} of as many: a larger --run.steps goes on from there")
+        dist.print0(f"{folder}: finished: {loaded.step} of {config.run.steps} steps; a larger --run.steps goes on")
     return wandb_run
 
 
