@@ -207,7 +207,8 @@ def outline(plans: Sequence[LayerPlan], dtype: str) -> list[str]:
     beside = "hardware" if alike else ""
     for plan in plans:
         for group in plan.groups:
-            heads = f" heads {_ranges(group.heads)}" if len(plan.groups) > 1 else ""
+            some = "heads" if len(group.heads) > 1 else "head"
+            heads = f" {some} {_ranges(group.heads)}" if len(plan.groups) > 1 else ""
             where = places.setdefault((group.spec.label(default_base=beside), group.backend, group.numerics), {})
             where.setdefault(heads, []).append(plan.layer)
     told = []

@@ -47,7 +47,7 @@ def test_the_outline_has_layers_heads_and_sites_of_each_attention() -> None:
     rule = AttentionRule(layers=(1,), heads=(0, 2), attention=AttentionSpec(sites=("output=m3",)))
     plans = AttentionConfig(default=AttentionSpec(numerics="fp32"), rules=(rule,)).resolve(12, 3)
     exact, coarse = outline(plans, "bf16")
-    assert exact == "layer 0, 2-11; layer 1 heads 1: flash (fp32): inputs=bf16, output=bf16"
+    assert exact == "layer 0, 2-11; layer 1 head 1: flash (fp32): inputs=bf16, output=bf16"
     assert coarse.startswith("layer 1 heads 0, 2: flash (hardware, output=m3): ")
     assert " output=m3, " in coarse
 
