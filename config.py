@@ -138,12 +138,8 @@ def _check_bases(config: TrainConfig, file: str, replaced: list[AttentionSpec], 
         names = [name for name in names if lost(specs[name])]
     if names:
         meant = " ".join(f"--{name}.numerics {bases[0]}" for name in names)
-        nothing = (
-            "hardware, the default, rounds nothing in FP32"
-            if config.precision.dtype == "float32"
-            else "none is inherited"
-        )
-        why = f"a base, as {file} gives none there, and {nothing}"
+        nothing = "which rounds nothing in FP32" if config.precision.dtype == "float32" else "as none is inherited"
+        why = f"a base: {file} has hardware there, the default, {nothing}"
         expected = f"{why}: write numerics={bases[0]!r} in it, or type {meant}; or type hardware, if that is meant"
         raise invalid(f"{names[0]}.numerics", "hardware", expected)
 

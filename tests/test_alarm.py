@@ -431,6 +431,15 @@ def test_a_layer_that_was_flagged_is_suspect_where_deltas_error_was_not_harmless
     assert answer(records)[0].startswith(first)
 
 
+def test_a_look_that_measured_no_gradient_does_not_make_a_harmless_error_suspect() -> None:
+    harmless = {"row_residual": [1e-8] * 2, "delta_error": [1e-8] * 2}
+    records = [
+        look(record["step"], record["max_logit"][1][0], **harmless) | {"attention": "fp32"} for record in FLAGGED
+    ]
+    first = look(records[0]["step"], records[0]["max_logit"][1][0])
+    assert answer([first, *records[1:]])[0].startswith("UNCLEAR: layer 1 flagged, but delta's error is harmless")
+
+
 @pytest.mark.parametrize(
     "spans",
     [

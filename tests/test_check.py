@@ -33,7 +33,7 @@ from attention.check.captured import capture, load
 from attention.check.classes import CLASSES, Shape, make, one_hot
 from attention.check.classes import captured as captured_class
 from attention.check.judge import CURES, FACTOR, FEWER_BITS, HIDDEN_DELTA, added, judge
-from attention.check.kernels import KNOWN, first_calls
+from attention.check.kernels import KNOWN, find, first_calls
 from attention.check.measures import exact, plain, run
 from attention.check.report import DECISIVE, MASKED, QUICK, csv_of, environment, reasons, table
 from errors import UserError
@@ -1283,10 +1283,15 @@ def test_a_kernel_that_is_not_deterministic_exits_with_0_and_a_note(
     ]
 
 
-def test_an_o_that_is_not_rounded_is_noted_once() -> None:
-    classes = ("gaussian", "common_part")
-    text = check_attention(lambda *call: tiled()(*call).float(), device="cpu", shape=SMALL, classes=classes).text()
-    assert re.findall("^note: .*", text, re.MULTILINE) == ["note: O is float32, delta reads it unrounded"]
+@pytest.mark.parametrize("rounded", [False, True])
+def test_an_o_that_is_not_rounded_is_noted_once(rounded: bool) -> None:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        o = plain(q.float(), k.float(), v.float(), causal, scale)
+        return o.bfloat16().float() if rounded else o
+
+    text = check_attention(kernel, device="cpu", shape=SMALL, classes=("gaussian", "common_part")).text()
+    noted = [] if rounded else ["note: O is float32, delta reads it unrounded"]
+    assert re.findall("^note: .*", text, re.MULTILINE) == noted
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -1767,6 +1772,15 @@ def test_flash_attention_4_is_found_in_a_folder_of_the_path(tmp_path: Path) -> N
 def test_a_report_of_a_checkout_does_not_name_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.check.report.versions", lambda *_: ["low-precision-attention 0.1"])
     assert environment(torch.device("cpu"))["check"] == "check of a checkout"
+
+
+def test_an_operator_of_torch_is_called_by_place_whatever_its_signature_hides() -> None:
+    @torch.library.custom_op("test_check::attention", mutates_args=())
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        return plain(q, k, v, causal, scale)
+
+    q = torch.randn(1, 1, 8, 8)
+    assert torch.equal(find(attention).call(q, q, q, True, 0.3), plain(q, q, q, True, 0.3))
 
 
 def test_apply_of_an_autograd_function_is_called_by_the_parameters_of_its_forward_pass() -> None:

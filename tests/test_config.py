@@ -40,7 +40,8 @@ def test_recipes_and_ablations_on_them_survive_json(recipe: Path, ablation: Path
     if recipe.stem == "quickstart" and ablation and ablation.stem not in ("tiny_layer_1", "outlier_heads"):
         lost = ("--attention.default.numerics", "--attention.rules.0.attention.numerics")
         options = "".join(f"{option} microcosm[ ;]" for option in lost)
-        base = rf"a base, as {ablation} .* rounds nothing in FP32: write numerics='microcosm' in it, or type {options}"
+        base = rf"a base: {ablation} has hardware there, the default, which rounds nothing in FP32: write numerics='microcosm' in it"
+        base = f"{base}, or type {options}"
         with pytest.raises(UserError, match=rf"^attention\.default\.numerics = 'hardware': expected {base}"):
             load(files)
         return

@@ -55,7 +55,7 @@ def test_gradients_and_loss_are_added_in_the_tree(micro_batches: int) -> None:
     ("processes", "ways"),
     [
         (3, "in a tree; or --precision.no-fixed-sum-order$"),
-        (8, "in a tree; or --data.micro-batch 1, which allows 8$"),
+        (8, "in a tree; or, in a new run, --data.micro-batch 1, which allows 8$"),
         (16, "in a tree$"),  # they do not divide the batch, either
     ],
 )

@@ -24,7 +24,7 @@ def check_processes(config: DataConfig, processes: int) -> None:
         share, odd = divmod(config.global_batch, processes)
         if not odd and processes & (processes - 1) == 0:  # a power of two
             size = max(size for size in range(1, config.micro_batch + 1) if share % size == 0)
-            way_out = f"; or --data.micro-batch {size}, which allows {processes}"
+            way_out = f"; or, in a new run, --data.micro-batch {size}, which allows {processes}"
         else:
             way_out = "" if micro_batches % processes else "; or --precision.no-fixed-sum-order"
         raise invalid("number of processes", processes, f"{', '.join(map(str, fitting))}, {why}{way_out}")

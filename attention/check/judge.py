@@ -237,6 +237,9 @@ def added(errors: dict[str, dict[str, float]], gaussian: dict[str, float] | None
             coarse and gaussian and all(2 * gaussian.get(f"ratio_{x}", math.inf) <= found[f"ratio_{x}"] for x in coarse)
         ):
             advice.append(f"the kernel probably adds {sums}: add in FP32")
-    if is_open and ["dq"] in ([x for x in _NAMES if found[f"ratio_{x}"] > RATIO_AT_RISK] for found in errors.values()):
+    is_open = is_open and not any((gaussian or {}).get(f"ratio_{x}", 0) > RATIO_AT_RISK for x in ("dk", "dv"))
+    if is_open and ["dq"] in (
+        [x for x in _NAMES if found.get(f"ratio_{x}", 0) > RATIO_AT_RISK] for found in errors.values()
+    ):
         advice.append("run --class cancelling_tiles --class gaussian: they tell whether the kernel adds dq in 16 bits")
     return advice

@@ -141,7 +141,9 @@ def _users(name: str, function: Callable[..., Any]) -> Kernel:
         names = list(parameters)
     except (TypeError, ValueError):  # a builtin
         parameters, names = {}, ["is_causal", "enable_gqa", "attn_mask"]
-    if {x.kind for x in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+    opaque = {x.kind for x in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    # Operators of torch and what ``functools.wraps`` names take the arguments of what they stand for.
+    if opaque and inspect.isfunction(function) and not hasattr(function, "__wrapped__"):
         expected = "expected named parameters (functools.wraps keeps them)"
         raise UserError(f"kernel = {name!r}: its parameters are *{names[0]}, **{names[1]}: {expected}")
     own = "is_causal" not in names

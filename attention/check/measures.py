@@ -176,7 +176,8 @@ def accuracy(call: Call, p: Inputs, name: str) -> dict[str, float]:
     # Products of 16-bit numbers are often exact in plain attention: it is held to no less than FP32's rounding of the largest logit, as
     # kernels that use exp2 have. In BF16 the rounding of P is larger.
     measures = {"largest_logit": _largest_logit(p)}
-    measures["unrounded_o"] = 8.0 * found[0].element_size() * (found[0].element_size() > p.q.element_size())
+    has_more = not torch.equal(found[0], found[0].to(p.q.dtype).to(found[0].dtype))
+    measures["unrounded_o"] = 8.0 * found[0].element_size() * has_more
     least = 2.0**-24 * (1 if p.q.dtype == torch.bfloat16 else max(1.0, measures["largest_logit"]))
     for x, a, b, e, size in zip(NAMES, found, base, expected, sizes, strict=True):
         if not bool(a.isfinite().all()):

@@ -147,7 +147,8 @@ class Report:
         lines += dict.fromkeys(f"note: {case.reason}" for case in safe if case.reason)
         if self.verdict == judge.SAFE and {*(case.name for case in self.cases), *self.not_tried} == {*QUICK}:
             others = ", ".join(name for name in KNOWN_CLASSES if name not in QUICK)
-            lines.append(f"note: not tried with --quick: a longer T, {others}")
+            longer = "a longer T, " * (LENGTHS[torch.device(self.device).type] > self.shape.T)
+            lines.append(f"note: not tried with --quick: {longer}{others}")
         lines += [
             f"{case.name}: largest logit {logit:.3g}: safe says nothing here, as kernels that fail are, too; take the layer that grows"
             for case in safe
@@ -174,22 +175,27 @@ class Report:
     def mend(self) -> list[str]:
         """Advice."""
         judged = [case for case in self.cases if case.verdict != judge.UNVERIFIED]
-        if any(case.reason.startswith("layout: ") for case in judged):
+        if any("layout: " in case.reason for case in judged):
             return ["the layout first, then run again: all else may follow from it"]
         seen = [case.reason for case in judged]
         if any(reason.endswith("at any logit") for reason in seen):  # rounding to one side keeps O = V in one-hot rows
             seen = [reason.replace("rounded to one side: ", "scale error: ") for reason in seen]
         mend = [cure for part, cure in judge.CURES.items() if any(part in reason for reason in seen)]
         scale = judge.CURES["scale error: "]
-        if scale not in mend and any("x the exact one)" in reason for reason in seen):
+        if scale not in mend and any("x the exact one)" in reason and "to one side" not in reason for reason in seen):
             mend.append(judge.FACTOR)
         explained = self.found.keys() & {"delta or P", "scores"} or {scale, judge.FACTOR} & {*mend}
         if "dS" in self.found and self.verdict != judge.WRONG and not explained:
             mend.append(judge.HIDDEN_DELTA)
         if [case.name for case in judged if case.verdict == judge.WRONG] == ["scale"] != [case.name for case in judged]:
             mend.append("scale: the argument is probably ignored")
-        endless = [case.measures["largest_logit"] for case in judged if case.reason.startswith("not finite: o")]
-        if 88 < min(endless, default=0) < 5000:  # exp is infinite in FP32; in FP16 a larger S may be
+        endless = {
+            case.name: case.measures["largest_logit"] for case in judged if case.reason.startswith("not finite: o")
+        }
+        peaked = "peaked_1000" in endless or "peaked_1000" not in [case.name for case in judged]
+        if (
+            peaked and 88 < min(endless.values(), default=0) < 5000
+        ):  # exp is infinite in FP32; in FP16 a larger S may be
             mend.append("exp: subtract the row maximum before it")
         errors = {case.name: case.measures for case in judged if case.name in self.found.get("errors", [])}
         gaussian = next((case.measures for case in judged if case.name == "gaussian"), None)
@@ -243,7 +249,7 @@ def reasons_of(cases: Sequence[Case]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for case in cases:
         if case.reason and case.verdict != judge.SAFE:
-            later = [what for what in ("errors", "delta or P", "scale error") if f" {what}: " in case.reason]
+            later = [what for what in ("layout", "errors", "delta or P", "scale error") if f" {what}: " in case.reason]
             for what in (case.reason.partition(": ")[0], *later):
                 found.setdefault(what, []).append(case.name)
     return found

@@ -208,11 +208,16 @@ def _median(records: Sequence[dict[str, Any]], layer: int, name: str) -> float:
 
 def _delta_errors(finite: Sequence[dict[str, Any]], layer: int, step: int) -> list[float]:
     """Of delta, by both columns, up to the step at which a layer was flagged and from it on: later its rows may be one-hot, and O exact.
-    Each attention that the run had is judged by itself: many looks at one do not hide the errors of another."""
-    spans = (list(span) for _, span in itertools.groupby(finite, lambda record: record.get("attention")))
-    halves = (([r for r in span if r["step"] <= step], [r for r in span if r["step"] >= step]) for span in spans)
-    parts = filter(None, itertools.chain.from_iterable(halves))
-    return [_median(part, layer, name) for part in parts for name in ("row_residual", "delta_error")]
+    Each attention that the run had is judged by itself: many looks at one do not hide the errors of another. inf: that at the flag was
+    not measured."""
+    told: dict[str | None, list[float]] = {}
+    for label in {record.get("attention") for record in finite}:
+        of_it = [record for record in finite if record.get("attention") == label]
+        halves = [r for r in of_it if r["step"] <= step], [r for r in of_it if r["step"] >= step]
+        errors = [_median(half, layer, name) for half in halves if half for name in ("row_residual", "delta_error")]
+        told[label] = [error for error in errors if error < math.inf]
+    flagged = next(record.get("attention") for record in finite if record["step"] == step)
+    return list(itertools.chain(*told.values())) if told[flagged] else [math.inf]
 
 
 def control_says(attention: str | None, logit: float, fma_logit: float) -> str | None:
