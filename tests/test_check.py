@@ -673,6 +673,36 @@ def test_a_cause_that_one_class_shows_is_advised_on(kernel: Any, name: str, told
     assert told in report.mend
 
 
+@pytest.mark.parametrize(
+    ("peaked", "reason", "untold"),
+    [
+        ("", "not finite: o", "exp: "),  # a NaN of tied maxima: exp is finite at larger logits
+        ("errors: o has 8.0 x plain's (0.995 x the exact one)", "", ""),
+        ("errors: o has 8.0 x plain's (0.995 x the exact one); rounded to one side: ", "", FACTOR),
+    ],
+)
+def test_no_advice_is_given_on_a_cause_that_another_class_rules_out(peaked: str, reason: str, untold: str) -> None:
+    report = check_attention("plain", device="cpu", shape=SMALL, classes="gaussian")
+    cases = [
+        replace(
+            report.cases[0],
+            name=name,
+            reason=why,
+            verdict="wrong" if why else "safe",
+            measures=EXACT | {"largest_logit": logit},
+        )
+        for name, why, logit in (("peaked_1000", peaked, 1000.0), ("ties", reason, 200.0))
+    ]
+    advice = "; ".join(replace(report, cases=cases).mend)
+    assert untold not in advice if untold else FACTOR in advice
+
+
+def test_a_coarse_dq_beside_coarse_gradients_of_gaussian_inputs_needs_no_other_class() -> None:
+    errors = {"cancelling_queries": EXACT | {"ratio_dq": 5.0}}
+    assert added(errors, EXACT, is_open=True)
+    assert not added(errors, EXACT | {"ratio_dk": 5.0}, is_open=True)
+
+
 def test_a_scale_error_is_found_beside_the_errors_that_it_makes() -> None:
     report = check_attention(lambda *call: 1.01 * plain(*call), device="cpu", shape=SMALL, classes="common_part")
     assert list(report.found) == ["errors", "scale error"]

@@ -187,19 +187,18 @@ class Report:
         explained = self.found.keys() & {"delta or P", "scores"} or {scale, judge.FACTOR} & {*mend}
         if "dS" in self.found and self.verdict != judge.WRONG and not explained:
             mend.append(judge.HIDDEN_DELTA)
-        if [case.name for case in judged if case.verdict == judge.WRONG] == ["scale"] != [case.name for case in judged]:
+        names = [case.name for case in judged]
+        if [case.name for case in judged if case.verdict == judge.WRONG] == ["scale"] != names:
             mend.append("scale: the argument is probably ignored")
         endless = {
             case.name: case.measures["largest_logit"] for case in judged if case.reason.startswith("not finite: o")
         }
-        peaked = "peaked_1000" in endless or "peaked_1000" not in [case.name for case in judged]
-        if (
-            peaked and 88 < min(endless.values(), default=0) < 5000
-        ):  # exp is infinite in FP32; in FP16 a larger S may be
+        # exp(88) is the largest in FP32; in FP16 S itself may be infinite, and ties can make a NaN, too.
+        if 88 < min(endless.values(), default=0) < 5000 and ("peaked_1000" in endless or "peaked_1000" not in names):
             mend.append("exp: subtract the row maximum before it")
         errors = {case.name: case.measures for case in judged if case.name in self.found.get("errors", [])}
         gaussian = next((case.measures for case in judged if case.name == "gaussian"), None)
-        is_open = not explained and "cancelling_tiles" not in [case.name for case in judged]
+        is_open = not explained and "cancelling_tiles" not in names
         mend += [f"errors: {x}" for x in judge.added(errors, gaussian, is_open)]
         if gaussian and "gaussian" in errors and judge.has_fewer_bits(gaussian):
             mend.append(judge.FEWER_BITS)
